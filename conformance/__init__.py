@@ -1,0 +1,1 @@
+"""Cases, gates and the runner that holds a build against the oracle."""

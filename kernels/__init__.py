@@ -1,0 +1,1 @@
+"""Builds of the grouped GEMMs, right and deliberately wrong."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
-
 from mxgate.conformance.case import Case
 from mxgate.kernels.build import Build
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from mxgate.oracle import Answer, MXArray
@@ -36,11 +35,11 @@ class LaunchSpec:
     variant: the poison the operands are made with (a key of mxgate.conformance.poison.POISONS), or "copied".
     process: 0 is the child that also runs the build's other cases; every other number is a fresh child of its own. The
         launches of one process run in the order of the plan.
-    fill: the byte that an `out=` buffer, and every fresh allocation the build makes, holds before the launch: an element
-        that nobody wrote shows as a difference between launches with different fills.
-    out: "none" (the build allocates), "plain" (`out=` is a contiguous buffer of the result's shape) or "pitched" (`out=`
-        has a padded row pitch, with canary bytes in the gaps and on both sides). A build whose callable has no keyword
-        `out` is launched with "none" instead, and those launches still count.
+    fill: the byte that an `out=` buffer, and every fresh allocation the build makes, holds before the launch: an
+        element that nobody wrote shows as a difference between launches with different fills.
+    out: "none" (the build allocates), "plain" (`out=` is a contiguous buffer of the result's shape) or "pitched"
+        (`out=` has a padded row pitch, with canary bytes in the gaps and on both sides). A build whose callable has no
+        keyword `out` is launched with "none" instead, and those launches still count.
     """
 
     label: str
@@ -104,8 +103,8 @@ class Evidence:
 
     plan: the launches that were asked for. launches: those that came back, in the plan's order; the first is the base
         launch. A plan of which some launch never came back is inconclusive, never a pass.
-    operands: the base launch's. answer: the oracle's Answer (quantize: the MXArray that the build's profile gives); None
-        where the problem is too large for one and the gates use the Freivalds check instead.
+    operands: the base launch's. answer: the oracle's Answer (quantize: the MXArray that the build's profile gives);
+        None where the problem is too large for one and the gates use the Freivalds check instead.
     ancestor: the base launch of the accepted build that this one replaces, on the same operands.
     """
 

@@ -170,14 +170,19 @@ def _bytes(codes: U8) -> U8:
 INPUT_DTYPES = (np.dtype(np.float32), np.dtype(ml.bfloat16), np.dtype(np.float16))
 
 
-def float32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
-    """The float32 bit patterns of a float32, bfloat16 or float16 array: every value of the three is exact.
+def check_input(x: Any) -> None:
+    """TypeError unless x is a float32, bfloat16 or float16 array.
 
-    TypeError for any other type: a float64 would have to be rounded first, and by whom is not ours to say.
+    A float64 would have to be rounded first, and by whom is not ours to say.
     """
     if not isinstance(x, np.ndarray) or x.dtype not in INPUT_DTYPES:
         found = x.dtype if isinstance(x, np.ndarray) else type(x).__name__
         raise TypeError(f"input has type {found}; expected a float32, bfloat16 or float16 array")
+
+
+def float32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
+    """The float32 bit patterns of a float32, bfloat16 or float16 array; every value of the three is exact."""
+    check_input(x)
     if x.dtype == np.float32:
         bits: NDArray[np.uint32] = x.view(np.uint32)
     elif x.dtype == np.float16:

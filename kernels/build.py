@@ -161,7 +161,10 @@ def _source(where: str) -> Path:
     if where.endswith(".py"):
         path = Path(where)
     else:
-        spec = importlib.util.find_spec(where)
+        try:
+            spec = importlib.util.find_spec(where)
+        except ModuleNotFoundError:  # a parent package is missing
+            spec = None
         if spec is None or spec.origin is None:
             raise BuildError(f"no module named {where!r}")
         path = Path(spec.origin)

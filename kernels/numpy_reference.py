@@ -7,7 +7,6 @@ product, and the sum is rounded once to the output type. Padding is never read.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mxgate.kernels.build import Build
+from mxgate.oracle import groups
 from mxgate.oracle.formats import FORMATS, decode, format_of, scale_value
 
 Array = NDArray[Any]
@@ -118,27 +118,14 @@ def quantize(x: Array, axis: int, *, format: str = "e4m3fn") -> tuple[Array, Arr
     return np.ascontiguousarray(elements), np.ascontiguousarray(scales).view(ml_dtypes.float8_e8m0fnu)
 
 
-quantize_e5m2 = partial(quantize, format="e5m2")
-quantize_e4m3fnuz = partial(quantize, format="e4m3fnuz")
-quantize_e5m2fnuz = partial(quantize, format="e5m2fnuz")
-
-
 def spans(offsets: NDArray[np.int32], length: int, align: int = 1) -> list[tuple[int, int]]:
-    """(start, end) of each group in a buffer of `length` tokens. ValueError when offsets are not cumulative ends."""
-    ends = [int(end) for end in offsets]
-    starts = [0, *ends[:-1]]
-    for g, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        if not (start <= end <= length and end % align == 0):
-            raise ValueError(
-                f"offsets[{g}] is {end}; expected a multiple of {align} from {start} (the group before) "
-                f"to {length} (the buffer)"
-            )
-    return list(zip(starts, ends, strict=True))
+    """(start, end) of each group in a buffer of `length` tokens. ValueError or TypeError for bad offsets."""
+    return groups.spans(groups.check_offsets(offsets, length, align=align))
 
 
 def total(offsets: NDArray[np.int32]) -> int:
     """Tokens in all groups together: rows from here on are padding."""
-    return int(offsets[-1]) if len(offsets) else 0
+    return int(offsets[-1])
 
 
 def output(shape: tuple[int, ...], out: Array | None, out_dtype: DTypeLike | None) -> Array:
@@ -184,15 +171,11 @@ def narrow(x: F64, dtype: DTypeLike) -> Array:
     return rounded
 
 
-_SOURCES = ("mxgate.oracle.formats",)
-_GEMM: dict[str, Any] = {"out_dtypes": ("bfloat16", "float16", "float32"), "sources": _SOURCES}
+_ALL: dict[str, Any] = {"sources": ("mxgate.oracle.formats", "mxgate.oracle.groups")}
+_GEMM: dict[str, Any] = {"out_dtypes": ("bfloat16", "float16", "float32"), **_ALL}
 BUILDS = (
     Build("numpy_reference", "forward", f"{__name__}:forward", **_GEMM),
     Build("numpy_reference", "dgrad", f"{__name__}:dgrad", **_GEMM),
     Build("numpy_reference", "wgrad", f"{__name__}:wgrad", group_alignment=BLOCK, **_GEMM),
-    Build("numpy_reference", "quantize", f"{__name__}:quantize", formats=("e4m3fn",), sources=_SOURCES),
-    *(
-        Build(f"numpy_reference_{fmt}", "quantize", f"{__name__}:quantize_{fmt}", formats=(fmt,), sources=_SOURCES)
-        for fmt in ("e5m2", "e4m3fnuz", "e5m2fnuz")
-    ),
+    Build("numpy_reference", "quantize", f"{__name__}:quantize", **_ALL),
 )

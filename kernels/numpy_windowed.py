@@ -181,7 +181,7 @@ def run(
     n, k = dy_t.shape[0], x_t.shape[0]
     dw = output((len(groups), n, k), out, out_dtype)
     for elements, scales in ((dy_t, dy_scales), (x_t, x_scales)):
-        model.clear(elements, scales, groups[-1][1] if groups else 0)
+        model.clear(elements, scales, groups[-1][1])
     rows, columns = -(-n // TILE), -(-k // TILE)
     for g in model.order(groups, len(groups) * rows * columns):
         for index in range(rows * columns):
@@ -250,7 +250,7 @@ _WGRAD: dict[str, Any] = {
     "group_alignment": BLOCK,
     "accumulator": "mfma-scale-128",
     "out_dtypes": ("bfloat16", "float16", "float32"),
-    "sources": ("mxgate.kernels.numpy_reference", "mxgate.oracle.formats"),
+    "sources": ("mxgate.kernels.numpy_reference", "mxgate.oracle.formats", "mxgate.oracle.groups"),
 }
 BUILDS = (
     Build("numpy_windowed_plain", target=f"{__name__}:wgrad_plain", **_WGRAD),

@@ -95,7 +95,7 @@ def test_bias_is_added_before_the_one_rounding(make: Any) -> None:
 def test_bad_offsets_are_named(ends: tuple[int, int], make: Any) -> None:
     args = make("wgrad", (32, 32))
     args[4] = np.array(ends, np.int32)
-    with pytest.raises(ValueError, match=r"offsets\[\d\] is -?\d+; expected a multiple of 32 from \d+"):
+    with pytest.raises(ValueError, match=r"^offsets\[\d\] is -?\d+[,;] .*expected"):
         reference.wgrad(*args)
 
 

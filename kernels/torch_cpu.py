@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mxgate.kernels.build import Build
+from mxgate.oracle import groups
 
 if TYPE_CHECKING:
     import torch
@@ -85,13 +86,8 @@ def _result(shape: tuple[int, ...], out: Tensor | None, out_dtype: torch.dtype |
     return out
 
 
-def _spans(offsets: Tensor, length: int) -> list[tuple[int, int]]:
-    ends = offsets.tolist()
-    starts = [0, *ends[:-1]]
-    for start, end in zip(starts, ends, strict=True):
-        if not start <= end <= length:
-            raise ValueError(f"a group ends at {end}; expected {start} (where it starts) to {length} (the buffer)")
-    return list(zip(starts, ends, strict=True))
+def _spans(offsets: Tensor, length: int, align: int = 1) -> list[tuple[int, int]]:
+    return groups.spans(groups.check_offsets(offsets.numpy(), length, align=align))
 
 
 def _store(place: Tensor, sums: Tensor) -> None:
@@ -123,11 +119,10 @@ def _forward(
     out_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     y = _result((x.shape[0], w.shape[1]), out, out_dtype)
-    tokens = 0
-    for g, (start, tokens) in enumerate(_spans(offsets, x.shape[0])):
-        sums = product(x[start:tokens], x_scales[start:tokens], w[g], w_scales[g])
-        _store(y[start:tokens], sums if bias is None else sums + bias[g].to(sums.dtype))
-    y[tokens:] = 0
+    for g, (start, end) in enumerate(_spans(offsets, x.shape[0])):
+        sums = product(x[start:end], x_scales[start:end], w[g], w_scales[g])
+        _store(y[start:end], sums if bias is None else sums + bias[g].to(sums.dtype))
+    y[int(offsets[-1]) :] = 0
     return y
 
 
@@ -143,10 +138,9 @@ def _dgrad(
     out_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     dx = _result((dy.shape[0], w.shape[2]), out, out_dtype)
-    tokens = 0
-    for g, (start, tokens) in enumerate(_spans(offsets, dy.shape[0])):
-        _store(dx[start:tokens], product(dy[start:tokens], dy_scales[start:tokens], w[g].T, w_scales[g].T))
-    dx[tokens:] = 0
+    for g, (start, end) in enumerate(_spans(offsets, dy.shape[0])):
+        _store(dx[start:end], product(dy[start:end], dy_scales[start:end], w[g].T, w_scales[g].T))
+    dx[int(offsets[-1]) :] = 0
     return dx
 
 
@@ -162,7 +156,7 @@ def _wgrad(
     out_dtype: torch.dtype | str | None = None,
 ) -> Tensor:
     dw = _result((len(offsets), dy_t.shape[0], x_t.shape[0]), out, out_dtype)
-    for g, (start, end) in enumerate(_spans(offsets, dy_t.shape[1])):
+    for g, (start, end) in enumerate(_spans(offsets, dy_t.shape[1], BLOCK)):
         t, b = slice(start, end), slice(start // BLOCK, end // BLOCK)
         _store(dw[g], product(dy_t[:, t], dy_scales[:, b], x_t[:, t], x_scales[:, b]))
     return dw
@@ -184,6 +178,7 @@ BUILDS = tuple(
         out_dtypes=("bfloat16", "float16", "float32"),
         group_alignment=BLOCK if op == "wgrad" else 1,
         requires=("torch",),
+        sources=("mxgate.oracle.groups",),
     )
     for design in ("dequant", "blocks")
     for op in ("forward", "dgrad", "wgrad")

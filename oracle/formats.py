@@ -276,13 +276,11 @@ def encode_bits(
 
 
 def check_rounding(rounding: str, seed: int | None) -> None:
-    """ValueError for an unknown rounding, for stochastic rounding without a seed, or a seed nothing would use."""
+    """ValueError for an unknown rounding, or a stochastic one without a seed; TypeError for a seed that is no integer."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"unknown rounding {rounding!r}; expected one of {', '.join(ROUNDINGS)}")
     if rounding == "stochastic" and seed is None:
         raise ValueError("rounding='stochastic' needs a seed; expected seed=<integer>")
-    if rounding != "stochastic" and seed is not None:
-        raise ValueError(f"seed={seed!r} has no use with rounding={rounding!r}; expected seed=None")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise TypeError(f"seed has type {type(seed).__name__}; expected an integer")
 
@@ -304,6 +302,6 @@ def encode(
     check_rounding(rounding, seed)
     bits = float32_bits(x)
     random = None
-    if seed is not None:
+    if rounding == "stochastic" and seed is not None:
         random = random_bits(int(seed), np.arange(x.size, dtype=np.uint64)).reshape(x.shape)
     return encode_bits(bits, SCALE_BIAS, named(format), rounding, random, saturate)

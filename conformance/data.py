@@ -71,12 +71,14 @@ def _words(seed: int, stream: str, start: int, count: int) -> NDArray[np.uint64]
 def _bytes(seed: int, stream: str, rows: slice, length: int) -> U8:
     """Random bytes of rows [start, stop) of a plane of `length` (a multiple of 8) columns, however it is cut up."""
     words = _words(seed, stream, rows.start * length // 8, (rows.stop - rows.start) * length // 8)
-    return words.astype("<u8", copy=False).view(np.uint8).reshape(rows.stop - rows.start, length)
+    plane: U8 = words.astype("<u8", copy=False).view(np.uint8).reshape(rows.stop - rows.start, length)
+    return plane
 
 
 def _small(seed: int, stream: str, count: int) -> I64:
     """`count` random integers of 0 .. 2^31 - 1."""
-    return (_words(seed, stream, 0, count) >> np.uint64(33)).astype(np.int64)
+    small: I64 = (_words(seed, stream, 0, count) >> np.uint64(33)).astype(np.int64)
+    return small
 
 
 def _normal(seed: int, stream: str, rows: slice, length: int) -> F32:
@@ -85,7 +87,8 @@ def _normal(seed: int, stream: str, rows: slice, length: int) -> F32:
     for part in range(3):
         words = _words(seed, f"{stream}/{part}", rows.start * length, total.size)
         total += words.astype("<u8", copy=False).view("<u2").reshape(*total.shape, 4).sum(axis=2, dtype=np.int64)
-    return ((total - 12 * 32768 + 6).astype(np.float32)) * np.float32(2.0**-16)
+    x: F32 = (total - 12 * 32768 + 6).astype(np.float32) * np.float32(2.0**-16)
+    return x
 
 
 def _cycle(seed: int, stream: str, count: int, modulus: int, step: int) -> I64:
@@ -435,7 +438,7 @@ def _q_edges(case: Case, blocks: int) -> F32:
     x = _normal(case.seed, "x", slice(0, blocks), BLOCK)
     with np.errstate(under="ignore"):
         # In this order: the product of a tiny maximum and 2^-3 is already rounded, and rounded it stays.
-        x = np.clip(x * np.float32(0.125), -1, 1) * chosen[:, None]
+        x[...] = np.clip(x * np.float32(0.125), -1, 1) * chosen[:, None]
     place = _small(case.seed, "place", blocks) % BLOCK
     x[np.arange(blocks), place] = np.where(_small(case.seed, "sign", blocks) % 2, chosen, -chosen)
     return x
@@ -452,7 +455,8 @@ def _q_midpoints(case: Case, blocks: int) -> F32:
     # The first element is the format's largest, so that under every rule the scale is 1 or 2 and the rest is a tie.
     x = _tile(near, blocks)
     x[:, 0] = row.max_finite
-    return x * np.ldexp(1.0, _small(case.seed, "exponent", blocks) % 33 - 16).astype(np.float32)[:, None]
+    x[...] *= np.ldexp(1.0, _small(case.seed, "exponent", blocks) % 33 - 16).astype(np.float32)[:, None]
+    return x
 
 
 def _q_special(case: Case, blocks: int) -> F32:
@@ -530,7 +534,10 @@ def _planes(case: Case) -> tuple[Planes, Planes]:
     if case.family == "captured":
         return _captured(case)
     f = frame(case)
-    return FAMILIES[case.family](f, 0), FAMILIES[case.family](f, 1)
+    both = FAMILIES[case.family](f, 0), FAMILIES[case.family](f, 1)
+    for plane in (*both[0], *both[1]):
+        plane.setflags(write=False)  # operands of a full buffer are views of these
+    return both
 
 
 def variants(case: Case) -> tuple[str, ...]:

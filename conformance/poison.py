@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import numpy as np
+
 from mxgate.oracle.formats import E8M0, SCALE_BIAS, SCALE_NAN, U8, Format, decode_table
 
 # The operands cut to their tokens: not a poison but what every poison is compared with.
@@ -29,12 +31,7 @@ class Poison:
 
 
 def _constant(code: int) -> Callable[[U8], U8]:
-    def fill(random: U8) -> U8:
-        filled = random.copy()
-        filled[...] = code
-        return filled
-
-    return fill
+    return lambda random: np.full(random.shape, code, np.uint8)
 
 
 def _nan(row: Format, random: U8) -> U8:
@@ -52,10 +49,7 @@ def _max(row: Format, random: U8) -> U8:
 
 
 def _choose(random: U8, codes: tuple[int, ...]) -> U8:
-    chosen = random.copy()
-    for i, code in enumerate(codes):
-        chosen[random % len(codes) == i] = code
-    return chosen
+    return np.array(codes, np.uint8)[random % len(codes)]
 
 
 _ROWS = (

@@ -81,6 +81,15 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
+def build_from(record: Mapping[str, Any]) -> Build:
+    """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
+    fields = dict(record)
+    for name in ("formats", "out_dtypes", "requires", "sources"):
+        fields[name] = tuple(fields[name])
+    fields["options"] = tuple((key, value) for key, value in fields["options"])
+    return Build(**fields)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The runner's side
 
@@ -99,8 +108,9 @@ def _environment() -> dict[str, str]:
 class Child:
     """One child process with one build loaded.
 
-    keywords: the optional keywords (`out`, `out_dtype`, `bias`) that its callable takes. Raises ChildError when the
-    build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child closes itself.
+    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`) that its callable takes. Raises ChildError
+    when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child closes
+    itself.
     """
 
     def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
@@ -139,7 +149,7 @@ class Child:
         """Call the build once. Never raises for anything that the build does; Stopped when the run is stopped."""
         try:
             self._upload(case, spec.variant, operands)
-            shape, dtypes = _result(case, operands)
+            shape, dtype = _result(case, operands)
             asked = {
                 "do": "call",
                 "variant": spec.variant,
@@ -147,7 +157,7 @@ class Child:
                 "out": spec.out if "out" in self.keywords else "none",
                 "out_dtype": None if case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype,
                 "shape": shape,
-                "dtype": dtypes[0],
+                "dtype": dtype,
                 "most": _most(shape),
             }
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
@@ -213,7 +223,7 @@ class Child:
             "keywords": list(operands.extra or {}),
             "order": list(operands.arrays),
             "arrays": [
-                {"name": name, "dtype": a.dtype.name, "shape": a.shape, "tokens": _tokens(case, name, a)}
+                {"name": name, "dtype": a.dtype.name, "shape": a.shape, "tokens": _tokens(case, name, arrays)}
                 for name, a in arrays.items()
             ],
         }
@@ -309,17 +319,16 @@ def _crash_site(printed: str) -> str:
     return ""
 
 
-def _result(case: Case, operands: Operands) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The shape and the dtypes of what the op gives on the case."""
-    if case.op == "quantize":
-        x = operands.arrays["x"]
-        return x.shape, ("uint8", "float8_e8m0fnu")
-    shape = {
-        "forward": (case.buffer, case.n),
-        "dgrad": (case.buffer, case.k),
-        "wgrad": (case.experts, case.n, case.k),
-    }[case.op]
-    return shape, (case.out_dtype,)
+def _result(case: Case, operands: Operands) -> tuple[tuple[int, ...], str]:
+    """The shape of what the op gives on these operands (quantize: of its elements), and its dtype."""
+    arrays = operands.arrays
+    if case.op == "forward":
+        return (arrays["x"].shape[0], arrays["w"].shape[1]), case.out_dtype
+    if case.op == "dgrad":
+        return (arrays["dy"].shape[0], arrays["w"].shape[2]), case.out_dtype
+    if case.op == "wgrad":
+        return (len(arrays["offsets"]), arrays["dy_t"].shape[0], arrays["x_t"].shape[0]), case.out_dtype
+    return arrays["x"].shape, "uint8"
 
 
 def _most(shape: tuple[int, ...]) -> int:
@@ -327,13 +336,14 @@ def _most(shape: tuple[int, ...]) -> int:
     return 32 * int(np.prod(shape)) + (1 << 20)
 
 
-def _tokens(case: Case, name: str, array: Array) -> tuple[int, int] | None:
+def _tokens(case: Case, name: str, arrays: Mapping[str, Array]) -> tuple[int, int] | None:
     """(axis, end) of the part of an operand that holds tokens, or None when all of it counts."""
-    axis = OPS[case.op].padded.get(name)
-    if axis is None or array.shape[axis] == 0:
+    op = OPS[case.op]
+    axis = op.padded.get(name)
+    if axis is None or arrays[name].shape[axis] == 0:
         return None
-    block = max(1, case.buffer // array.shape[axis])
-    return axis, min(array.shape[axis], -(-case.tokens // block))
+    block = arrays[op.operands[0]].shape[axis] // arrays[name].shape[axis]
+    return axis, min(arrays[name].shape[axis], -(-case.tokens // block))
 
 
 def resident(pid: int) -> int:
@@ -384,7 +394,7 @@ def _receive(fill: Callable[[memoryview], None], most: int | None = None) -> tup
 # The child's side
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_fill_byte = 0
+_fill_byte: int | None = None
 
 
 class _Plane:
@@ -437,13 +447,13 @@ def _equal(a: Array, b: Array, step: int = 1 << 24) -> bool:
     return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, a.size, step))
 
 
-def _fill_allocations(byte: int) -> None:
-    """From now on memory that is allocated and not written holds this byte."""
+def _fill_allocations(byte: int | None) -> None:
+    """From now on memory that is allocated and not written holds this byte; None: whatever it held."""
     global _fill_byte
     _fill_byte = byte
     with contextlib.suppress(AttributeError):
-        # M_PERTURB is -6; glibc fills with the complement of the value's low byte, and 0 would switch it off.
-        _libc.mallopt(-6, 0x100 | (byte ^ 0xFF))
+        # M_PERTURB is -6; glibc fills with the complement of the value's low byte, and 0 switches it off.
+        _libc.mallopt(-6, 0 if byte is None else 0x100 | (byte ^ 0xFF))
 
 
 def _filled(allocate: Callable[..., Array]) -> Callable[..., Array]:
@@ -452,7 +462,8 @@ def _filled(allocate: Callable[..., Array]) -> Callable[..., Array]:
     @functools.wraps(allocate)
     def wrapper(*args: Any, **kwargs: Any) -> Array:
         array = allocate(*args, **kwargs)
-        if array.dtype.kind in "iufcV" and not array.dtype.hasobject and array.itemsize:
+        plain = array.dtype.kind in "iufcV" and not array.dtype.hasobject and array.itemsize
+        if plain and _fill_byte is not None:
             array[...] = np.frombuffer(bytes([_fill_byte]) * array.itemsize, array.dtype).reshape(())
         return array
 
@@ -508,11 +519,7 @@ class _Server:
         self.headers: dict[str, dict[str, Any]] = {}
 
     def load(self, header: dict[str, Any]) -> dict[str, Any]:
-        fields = header["build"]
-        for name in ("formats", "out_dtypes", "requires", "sources"):
-            fields[name] = tuple(fields[name])
-        fields["options"] = tuple(tuple(pair) for pair in fields["options"])
-        self.build = Build(**fields)
+        self.build = build_from(header["build"])
         self.torch = _Torch() if self.build.arrays == "torch" else None
         for name in ("empty", "empty_like"):
             setattr(np, name, _filled(getattr(np, name)))
@@ -585,7 +592,7 @@ class _Server:
         return list(values)
 
     def clock(self, header: dict[str, Any]) -> dict[str, Any]:
-        _fill_allocations(0)
+        _fill_allocations(None)
         positional, keywords = self.arguments(header)
         times: list[float] = []
         end = time.perf_counter() + header["seconds"]
@@ -596,7 +603,10 @@ class _Server:
             times.append(after - before)
             if after > end:
                 break
-        return {"times": times, "digest": digest([np.array(p, order="C") for p in self.unwrap(returned)])}
+        last = digest([np.array(part, order="C") for part in self.unwrap(returned)])
+        for operand in self.inputs[header["variant"]].values():
+            operand.repair()
+        return {"times": times, "digest": last}
 
 
 class _Out:
@@ -622,7 +632,7 @@ class _Out:
 
 
 def _keywords(function: Callable[..., Any]) -> list[str]:
-    known = ("out", "out_dtype", "bias")
+    known = ("out", "out_dtype", "bias", "format")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

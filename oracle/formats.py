@@ -175,9 +175,10 @@ def check_input(x: Any) -> None:
 
     A float64 would have to be rounded first, and by whom is not ours to say.
     """
-    if not isinstance(x, np.ndarray) or x.dtype not in INPUT_DTYPES:
-        found = x.dtype if isinstance(x, np.ndarray) else type(x).__name__
-        raise TypeError(f"input has type {found}; expected a float32, bfloat16 or float16 array")
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"input is a {type(x).__name__}; expected a float32, bfloat16 or float16 NumPy array")
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"input has type {x.dtype}; expected float32, bfloat16 or float16")
 
 
 def float32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
@@ -276,7 +277,7 @@ def encode_bits(
 
 
 def check_rounding(rounding: str, seed: int | None) -> None:
-    """ValueError for an unknown rounding, or a stochastic one without a seed; TypeError for a seed that is no integer."""
+    """ValueError for an unknown rounding or a missing seed; TypeError for a seed that is no integer."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"unknown rounding {rounding!r}; expected one of {', '.join(ROUNDINGS)}")
     if rounding == "stochastic" and seed is None:

@@ -305,7 +305,7 @@ def quantize(
     *,
     axis: Axis,
     format: str = "e4m3fn",
-    profile: str = "ocp",
+    profile: str | Profile = "ocp",
     block: Axis = BLOCK,
     rounding: str = "even",
     seed: int | None = None,
@@ -313,9 +313,9 @@ def quantize(
 ) -> MXArray:
     """A float32, bfloat16 or float16 array, any shape and strides, as MX blocks along `axis`.
 
-    format: a name of FORMATS. profile: a name of PROFILES (scale rule and policies). block: 32, or (32, 32)
-    with axis=(-2, -1). rounding: "even", "away", or "stochastic", where `seed` and an element's place in the
-    flattened array decide its bits. pad=True fills the blocked axes up to a multiple of 32 with zeros.
+    format: a name of FORMATS. profile: a name of PROFILES, or a Profile (scale rule and policies). block: 32, or
+    (32, 32) with axis=(-2, -1). rounding: "even", "away", or "stochastic", where `seed` and an element's place in
+    the flattened array decide its bits. pad=True fills the blocked axes up to a multiple of 32 with zeros.
 
     The result does not depend on strides, chunks or threads. TypeError for other input types; ValueError, in
     one line that says what was expected, for unknown names, a seed too few or too many, and a blocked axis

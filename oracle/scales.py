@@ -148,7 +148,7 @@ _PROFILES = (
         infinity_byte=254,
         float32_quotient=True,
         log2_of="quotient",
-        multipliers=((0, 127), (SCALE_NAN, "nan-signed")),
+        multipliers=((0, 127), (SCALE_NAN, "nan")),
         note="bugs: elements of byte 0 are not scaled at all; the ceiling of a rounded log2 is one exponent low "
         "for maxima a few ulps above max_finite * 2^k",
     ),

@@ -266,9 +266,9 @@ def test_random_bits_depend_on_seed_and_index_alone() -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: encode(np.ones(2), "e4m3fn"), "input has type float64; expected a float32, bfloat16 or float16"),
+        (lambda: encode(np.ones(2), "e4m3fn"), "input has type float64; expected float32, bfloat16 or float16"),
         (lambda: encode(np.ones(2, np.int32), "e4m3fn"), "input has type int32"),
-        (lambda: encode(LIST, "e4m3fn"), "input has type list"),
+        (lambda: encode(LIST, "e4m3fn"), "input is a list; expected a float32, bfloat16 or float16 NumPy array"),
         (lambda: encode(np.ones(2, np.float32), "e4m3"), "unknown element format 'e4m3'; expected one of e4m3fn"),
         (lambda: encode(np.ones(2, np.float32), "e5m2", rounding="up"), "unknown rounding 'up'; expected one of even"),
         (lambda: encode(np.ones(2, np.float32), "e5m2", rounding="stochastic"), "needs a seed"),

@@ -30,7 +30,7 @@ clean:
 $(VENV)/.base: pyproject.toml
 	@echo "setting up $(VENV) (numpy, ml_dtypes, safetensors, rich) ..."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "mxgate needs Python 3.10 or newer; set PYTHON=/path/to/python" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@$(PIP) -e .
 	@touch $@
 

@@ -1,13 +1,26 @@
 """A case: one op on one shape, routing and data family, with a readable id from which its seed comes.
 
-`wgrad/tiny/ramp1.5/signature` says the op, the shape, the routing and the family; variations of the control case follow
-after a plus sign (`+e5m2xe4m3fn`, `+float16`), a salt after an at sign (`@7`: the same case with other data).
+`wgrad/64x96/ramp1.5/signature` says the op, the shape, the routing and the family; variations of the control case
+follow after a plus sign (`+e5m2xe4m3fn`, `+float16`), a salt after an at sign (`@7`: the same case with other data).
+
+The tables below list the cases of each tier. They vary one parameter at a time from a control case.
 """
 
 from __future__ import annotations
 
+import difflib
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mxgate.fixtures import CAPTURED, store
+from mxgate.kernels.build import OPS
 
 
 @dataclass(frozen=True)
@@ -16,6 +29,9 @@ class Case:
 
     shape, routing, family: the names in the id. formats: of operand A and B (a quantize case: both the format).
     out_dtype: "bfloat16", "float16" or "float32". What fills the buffer past the tokens is a poison's business.
+
+    A quantize case has an input [n,k], or [E,n,k] with E zeros for sizes; its routing names the axis ("axis0"), its
+    out_dtype is the input's type, and it has no buffer.
     """
 
     op: str
@@ -51,3 +67,238 @@ class Case:
     @property
     def tokens(self) -> int:
         return sum(self.sizes)
+
+
+@lru_cache(maxsize=2)
+def captured(step: str) -> Mapping[str, NDArray[Any]]:
+    """The tensors of a captured training step, "early" or "late". StoreError when the file is missing or damaged."""
+    return store.load(CAPTURED / f"{step}.safetensors")
+
+
+# Tokens per expert: for wgrad (multiples of 32: a scale block belongs to one expert) and for the ops whose rows are
+# tokens (any number).
+ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyType(
+    {
+        "uniform": ((128,) * 4, (64,) * 4),
+        "ramp1.5": ((64, 96, 160, 192), (21, 36, 50, 65)),
+        "skew2": ((256, 96, 64, 96), (86, 29, 31, 26)),
+        # Boundaries at 160, 288, 416 and 512: every inner one 32-aligned and none 128-aligned.
+        "shift32": ((160, 128, 128, 96), (65, 43, 43, 11)),
+        "empties": ((0, 288, 0, 0, 32, 0), (0, 133, 0, 0, 5, 0)),
+        "one-takes-all": ((0, 0, 352, 0), (0, 0, 101, 0)),
+        "all-empty": ((0, 0, 0), (0, 0, 0)),
+        "single": ((224,), (77,)),
+        # 17 scale blocks, on which all-scales shows every byte.
+        "17blocks": ((160, 0, 384), (16, 0, 17)),
+        # Exactly on, one block (and one row) under and over each usual tile.
+        "edges16": ((32, 64), (15, 16, 17, 48)),
+        "edges64": ((32, 64, 96), (32, 63, 64, 65, 96)),
+        "edges128": ((96, 128, 160), (96, 127, 128, 129, 160)),
+        "edges256": ((224, 256, 288), (224, 255, 256, 257, 288)),
+        "sizes1-128": ((32, 64, 96, 128), tuple(range(1, 129))),
+        # Windows of every length in 128-token steps, odd and even.
+        "steps": (tuple(range(32, 576, 32)), tuple(range(1, 35))),
+        # More than 1,024 blocks of work: schedules change there.
+        "many": (tuple(32 * (i % 3 == 1) for i in range(1100)), tuple(int(i % 3 == 1) for i in range(1100))),
+        # One expert of m rows (wgrad: of m blocks).
+        **{f"m{m}": ((32 * m,), (m,)) for m in (*range(1, 34), 48, 64, 96, 127, 128, 129, 192, 256, 384, 512, 1024)},
+    }
+)
+# Tokens by which the buffer is longer, where it is not 96.
+_SLACK = MappingProxyType({"uniform": 0, "one-takes-all": 320})
+
+# Of "16b" the sizes ramp to 1.5 times the mean, in whole scale blocks, 195,840 tokens together.
+_16B = (1408, 2048, tuple(32 * round(765 * (0.5 + i / 7)) for i in range(8)))
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in shape.split("x"))
+    except ValueError:
+        raise ValueError(f"shape {shape!r} is not NxK; expected such as 64x96") from None
+
+
+def _case(
+    op: str, shape: str, routing: str, family: str, formats: str = "e4m3fn e4m3fn", out_dtype: str = "bfloat16"
+) -> Case:
+    """One row of the tables below: `formats` are two names, or one for both."""
+    a, b = (formats.split() * 2)[:2]
+    if op == "quantize":
+        *experts, n, k = captured("late")[shape].shape if family == "captured" else _sizes(shape)
+        return Case(op, shape, routing, family, n, k, (0,) * sum(experts), 0, (a, b), out_dtype)
+    if family == "captured":
+        layer = captured(routing)
+        _, n, k = layer[f"{shape}.w"].shape
+        ends = layer[f"{shape}.offsets"].tolist()
+        sizes, buffer = tuple(np.diff(ends, prepend=0).tolist()), layer[f"{shape}.x"].shape[0]
+        return Case(op, shape, routing, family, n, k, sizes, buffer, (a, b), out_dtype)
+    if shape == "16b":
+        n, k, sizes = _16B
+    else:
+        n, k = _sizes(shape)
+        sizes = ROUTINGS[routing][0 if op == "wgrad" else 1]
+    return Case(op, shape, routing, family, n, k, sizes, sum(sizes) + _SLACK.get(routing, 96), (a, b), out_dtype)
+
+
+# Rows are (shape, routing, family) and, where they differ from the control case's, formats and output type. A shape is
+# outputs x contraction, which for dgrad is KxN; of wgrad both numbers are outputs.
+_Row = tuple[str, ...]
+_SMOKE: tuple[_Row, ...] = (
+    ("64x96", "ramp1.5", "exact-sum"),  # the control case
+    ("64x96", "ramp1.5", "signature"),
+    ("64x96", "shift32", "signature"),
+    ("64x96", "empties", "signature"),
+    ("64x96", "skew2", "exact-sum"),
+    ("64x96", "one-takes-all", "exact-sum"),
+    ("64x96", "all-empty", "exact-sum"),
+    ("64x96", "single", "exact-sum"),
+    ("288x320", "single", "exact-sum"),  # more than one 256 x 256 tile
+    ("64x96", "uniform", "all-codes"),
+    ("64x96", "ramp1.5", "normal"),
+    ("64x96", "ramp1.5", "heavy-tailed"),
+    ("64x96", "ramp1.5", "cancellation"),
+    ("64x96", "shift32", "special"),
+    ("64x96", "shift32", "special", "e5m2"),
+    ("64x96", "ramp1.5", "signature", "e5m2 e4m3fn"),
+    ("64x96", "ramp1.5", "exact-sum", "e4m3fnuz"),
+    ("64x96", "ramp1.5", "exact-sum", "e5m2fnuz"),
+    ("64x96", "ramp1.5", "exact-sum", "e4m3fn", "float16"),
+    ("64x96", "ramp1.5", "normal", "e4m3fn", "float32"),
+)
+_SMOKE_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
+    {
+        "forward": (("16x544", "17blocks", "all-scales"), ("64x96", "empties", "bias")),
+        "dgrad": (("16x544", "17blocks", "all-scales"),),
+        "wgrad": (("32x48", "17blocks", "all-scales"),),
+    }
+)
+_CAPTURED_SMOKE = (("moe0.down", "early", "captured"), ("moe1.up", "late", "captured"))
+_CAPTURED_FULL = tuple(
+    (f"moe{i}.{m}", step, "captured") for i in (0, 1) for m in ("up", "down") for step in ("early", "late")
+)
+
+_PAIRS = ("e4m3fn e5m2", "e5m2", "e4m3fnuz e5m2fnuz", "e5m2fnuz e4m3fnuz", "e4m3fnuz", "e5m2fnuz")
+_FULL: tuple[_Row, ...] = (
+    *(("64x96", routing, "signature") for routing in ROUTINGS if routing[0] != "m" and routing != "17blocks"),
+    *(("64x96", routing, "exact-sum") for routing in ("shift32", "empties", "edges128", "edges256", "steps")),
+    ("16x32", "many", "signature"),
+    *(
+        (shape, "ramp1.5", "signature")
+        for shape in ("64x32", "64x64", "64x128", "64x160", "64x224", "64x256", "64x1024")
+    ),
+    *((shape, "ramp1.5", "signature") for shape in ("16x96", "32x96", "48x96", "80x96", "112x96", "128x96", "144x96")),
+    *((shape, "edges128", "exact-sum") for shape in ("128x128", "256x256", "272x256", "240x512", "512x288")),
+    *((f"{256 * tiles}x32", "single", "exact-sum") for tiles in range(1, 21)),
+    *((f"32x{256 * tiles}", "single", "exact-sum") for tiles in range(1, 21)),
+    *((shape, "single", "exact-sum") for shape in ("768x1280", "1280x768", "1792x512", "544x1056")),
+    *(("64x96", f"m{m}", "signature") for m in (*range(1, 34), 48, 64, 96, 127, 128, 129, 192, 256, 384, 512, 1024)),
+    *(("64x96", "ramp1.5", "signature", formats) for formats in _PAIRS),
+    *(("64x96", "shift32", "special", formats) for formats in _PAIRS),
+    *(("64x96", "ramp1.5", "normal", formats) for formats in _PAIRS),
+    *(("64x96", "edges256", family) for family in ("normal", "heavy-tailed", "cancellation")),
+    *(("64x96", "empties", family) for family in ("normal", "special")),
+    ("64x96", "ramp1.5", "signature", "e4m3fn", "float32"),
+    ("64x96", "ramp1.5", "heavy-tailed", "e4m3fn", "float32"),
+    ("64x96", "ramp1.5", "normal", "e4m3fn", "float16"),
+)
+_FULL_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
+    {
+        **{
+            op: (
+                *(("256x96", "uniform", "all-codes", formats) for formats in ("e4m3fn", *_PAIRS)),
+                *(("16x544", "17blocks", "all-scales", formats) for formats in _PAIRS),
+            )
+            for op in ("forward", "dgrad")
+        },
+        "wgrad": (
+            *(("64x256", "uniform", "all-codes", formats) for formats in ("e4m3fn", *_PAIRS)),
+            *(("32x48", "17blocks", "all-scales", formats) for formats in _PAIRS),
+        ),
+    }
+)
+_PRODUCTION: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
+    {
+        "forward": (("16b", "ramp1.5", "signature"),),
+        "dgrad": (("16b", "ramp1.5", "signature"),),
+        "wgrad": tuple(("16b", "ramp1.5", family) for family in ("signature", "exact-sum", "normal")),
+        "quantize": (("4096x7168", "axis1", "normal"), ("4096x7168", "axis0", "normal")),
+    }
+)
+
+_QUANTIZE_SMOKE: tuple[_Row, ...] = (
+    ("64x96", "axis1", "normal"),  # the control case
+    ("64x96", "axis0", "normal"),
+    ("4x64x96", "axis1", "normal"),
+    ("4x64x96", "axis2", "normal"),
+    ("64x96", "axis1", "normal", "e4m3fn", "float32"),
+    ("64x96", "axis1", "normal", "e4m3fn", "float16"),
+    ("64x96", "axis1", "heavy-tailed"),
+    ("64x96", "axis1", "special"),
+    ("64x96", "axis0", "special", "e4m3fn", "float32"),
+    ("64x96", "axis1", "tiny", "e4m3fn", "float32"),
+    ("64x96", "axis1", "midpoints", "e4m3fn", "float32"),
+    ("64x1024", "axis1", "edges", "e4m3fn", "float32"),
+    ("64x1024", "axis1", "maxima"),
+    ("64x96", "axis1", "midpoints", "e5m2", "float32"),
+    ("64x96", "axis1", "midpoints", "e4m3fnuz", "float32"),
+    ("64x96", "axis1", "midpoints", "e5m2fnuz", "float32"),
+    ("moe1.up.dy", "axis1", "captured"),
+    ("moe1.up.x", "axis0", "captured"),
+)
+_QUANTIZE_FULL: tuple[_Row, ...] = (
+    *(("1024x1024", "axis1", "maxima", formats) for formats in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")),
+    *(("256x864", "axis0", "edges", formats, "float32") for formats in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")),
+    ("256x864", "axis1", "edges"),
+    ("64x96", "axis1", "special", "e5m2"),
+    ("64x96", "axis1", "special", "e4m3fn", "float16"),
+    ("64x96", "axis1", "tiny"),
+    ("64x96", "axis0", "tiny", "e5m2", "float32"),
+    ("32x32", "axis0", "normal"),
+    ("4x64x96", "axis1", "special"),
+)
+
+TIERS = ("smoke", "full", "production")
+
+
+def _rows(op: str, tier: str) -> tuple[_Row, ...]:
+    if tier == "production":
+        return _PRODUCTION[op]
+    if op == "quantize":
+        return _QUANTIZE_SMOKE + (_QUANTIZE_FULL if tier == "full" else ())
+    smoke = _SMOKE + _SMOKE_OF[op] + _CAPTURED_SMOKE
+    return smoke if tier == "smoke" else smoke + _FULL + _FULL_OF[op] + _CAPTURED_FULL
+
+
+@lru_cache(maxsize=16)
+def cases(op: str | None = None, tier: str = "smoke") -> tuple[Case, ...]:
+    """The cases of one op, or of all, in a tier; "full" includes "smoke". ValueError for an unknown op or tier."""
+    if tier not in TIERS:
+        raise ValueError(f"no tier named {tier!r}; expected one of {', '.join(TIERS)}")
+    if op is None:
+        return tuple(case for name in OPS for case in cases(name, tier))
+    if op not in OPS:
+        raise ValueError(f"no op named {op!r}; expected one of {', '.join(OPS)}")
+    found: dict[str, Case] = {}
+    for shape, *rest in _rows(op, tier):
+        if op == "dgrad" and shape[0].isdigit() and shape != "16b":
+            shape = "x".join(reversed(shape.split("x")))
+        case = _case(op, shape, *rest)
+        found.setdefault(case.id, case)
+    return tuple(found.values())
+
+
+def salted(case: Case, salt: int) -> Case:
+    """The same case with other data: salt 0 is the listed one."""
+    return replace(case, salt=salt)
+
+
+def case_by_id(id: str) -> Case:
+    """The case of any tier with that id; `@7` at its end salts it. ValueError says what comes closest."""
+    name, at, salt = id.partition("@")
+    if at and not (salt.isdigit() and salt.isascii()):
+        raise ValueError(f"case {id!r}: the salt {salt!r} is not a number; expected such as {name}@7")
+    known = {case.id: case for tier in TIERS for case in cases(None, tier)}
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1, 0.0)
+        raise ValueError(f"no case named {name!r}; expected one that `mxgate list cases` prints, such as {near[0]}")
+    return salted(known[name], int(salt or 0))

@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from mxgate.conformance.case import Case
-from mxgate.kernels.build import Build
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from mxgate.oracle import Answer, MXArray
+from mxgate.conformance.case import Case
+from mxgate.kernels.build import Build
+from mxgate.oracle import Answer, MXArray
 
 Array = NDArray[Any]
 
@@ -56,14 +55,15 @@ class Operands:
     arrays: the positional arguments by the names of Op.operands, each C-contiguous: elements in the carrier dtype of
         their format, scales float8_e8m0fnu, offsets int32 [E]; for quantize {"x": array, "axis": int}.
     a, b: the two GEMM operands over the same memory (None for quantize). offsets: int32 [E] (None for quantize).
-    extra: keyword arguments of the case, {"bias": float32 [E,N]} for a forward bias case, else empty.
+    extra: keyword arguments of the case: {"bias": float32 [E,N]} of a forward bias case, {"format": name} of a quantize
+        case in another format than e4m3fn, else empty. A build that does not take the keyword declines the case.
     """
 
     arrays: Mapping[str, Any]
     a: MXArray | None = None
     b: MXArray | None = None
     offsets: NDArray[np.int32] | None = None
-    extra: Mapping[str, Array] | None = None
+    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ the build Inconclusive. So a build cannot be accepted by omission.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 from typing import Any
@@ -49,7 +49,7 @@ class Finding:
     what: str
     where: tuple[str, ...] = ()
     count: int = 0
-    detail: Mapping[str, Any] = MappingProxyType({})
+    detail: Mapping[str, Any] = field(default_factory=dict)
     inconclusive: bool = False
 
 

@@ -77,7 +77,8 @@ class Build:
     accumulator: the row of mxgate.oracle.ACCUMULATORS it claims.
     tail: what it does with rows past the last offset: "zero", "untouched" or "undefined" (wgrad has no such rows).
     requires: importable modules without which it is skipped. profile: what a quantize build follows.
-    replaces: the build whose bytes it must reproduce (the lineage gate). sources: further files in the fingerprint.
+    replaces: the id of the build whose bytes it must reproduce (the lineage gate).
+    sources: further files in the fingerprint, as module names or paths.
     options: compile options, in the fingerprint.
     """
 
@@ -141,7 +142,7 @@ class Build:
     def fingerprint(self) -> str:
         """SHA-256 over the record, the bytes of its source files and the versions of what it runs on."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for path in (_source(self.target.rpartition(":")[0]), *map(Path, self.sources)):
+        for path in (_source(self.target.rpartition(":")[0]), *map(_source, self.sources)):
             digest.update(path.read_bytes())
         for package in ("numpy", "ml_dtypes", *self.requires):
             digest.update(f"{package}={_version(package)};".encode())
@@ -160,7 +161,10 @@ def _source(where: str) -> Path:
     if where.endswith(".py"):
         path = Path(where)
     else:
-        spec = importlib.util.find_spec(where)
+        try:
+            spec = importlib.util.find_spec(where)
+        except ModuleNotFoundError:  # a parent package is missing
+            spec = None
         if spec is None or spec.origin is None:
             raise BuildError(f"no module named {where!r}")
         path = Path(spec.origin)

@@ -1,7 +1,24 @@
 """The numerical oracle: MX formats, quantizers, and exact answers for grouped GEMMs (NumPy and ml_dtypes only)."""
 
+from .bound import ACCUMULATORS, Accumulator
 from .formats import FORMATS, Format
+from .gemm import Answer, dgrad, forward, wgrad
 from .quantize import MXArray, dequantize, quantize
 from .scales import PROFILES, SCALE_RULES, Profile
 
-__all__ = ["FORMATS", "PROFILES", "SCALE_RULES", "Format", "MXArray", "Profile", "dequantize", "quantize"]
+__all__ = [
+    "ACCUMULATORS",
+    "FORMATS",
+    "PROFILES",
+    "SCALE_RULES",
+    "Accumulator",
+    "Answer",
+    "Format",
+    "MXArray",
+    "Profile",
+    "dequantize",
+    "dgrad",
+    "forward",
+    "quantize",
+    "wgrad",
+]

@@ -170,14 +170,20 @@ def _bytes(codes: U8) -> U8:
 INPUT_DTYPES = (np.dtype(np.float32), np.dtype(ml.bfloat16), np.dtype(np.float16))
 
 
-def float32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
-    """The float32 bit patterns of a float32, bfloat16 or float16 array: every value of the three is exact.
+def check_input(x: Any) -> None:
+    """TypeError unless x is a float32, bfloat16 or float16 array.
 
-    TypeError for any other type: a float64 would have to be rounded first, and by whom is not ours to say.
+    A float64 would have to be rounded first, and by whom is not ours to say.
     """
-    if not isinstance(x, np.ndarray) or x.dtype not in INPUT_DTYPES:
-        found = x.dtype if isinstance(x, np.ndarray) else type(x).__name__
-        raise TypeError(f"input has type {found}; expected a float32, bfloat16 or float16 array")
+    if not isinstance(x, np.ndarray):
+        raise TypeError(f"input is a {type(x).__name__}; expected a float32, bfloat16 or float16 NumPy array")
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"input has type {x.dtype}; expected float32, bfloat16 or float16")
+
+
+def float32_bits(x: NDArray[Any]) -> NDArray[np.uint32]:
+    """The float32 bit patterns of a float32, bfloat16 or float16 array; every value of the three is exact."""
+    check_input(x)
     if x.dtype == np.float32:
         bits: NDArray[np.uint32] = x.view(np.uint32)
     elif x.dtype == np.float16:
@@ -271,13 +277,11 @@ def encode_bits(
 
 
 def check_rounding(rounding: str, seed: int | None) -> None:
-    """ValueError for an unknown rounding, for stochastic rounding without a seed, or a seed nothing would use."""
+    """ValueError for an unknown rounding or a missing seed; TypeError for a seed that is no integer."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"unknown rounding {rounding!r}; expected one of {', '.join(ROUNDINGS)}")
     if rounding == "stochastic" and seed is None:
         raise ValueError("rounding='stochastic' needs a seed; expected seed=<integer>")
-    if rounding != "stochastic" and seed is not None:
-        raise ValueError(f"seed={seed!r} has no use with rounding={rounding!r}; expected seed=None")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise TypeError(f"seed has type {type(seed).__name__}; expected an integer")
 
@@ -299,6 +303,6 @@ def encode(
     check_rounding(rounding, seed)
     bits = float32_bits(x)
     random = None
-    if seed is not None:
+    if rounding == "stochastic" and seed is not None:
         random = random_bits(int(seed), np.arange(x.size, dtype=np.uint64)).reshape(x.shape)
     return encode_bits(bits, SCALE_BIAS, named(format), rounding, random, saturate)

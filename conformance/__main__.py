@@ -1,0 +1,522 @@
+"""The command line: mxgate run, list, faults, explain, time, bench-oracle, fixtures, report.
+
+Exit codes, everywhere: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive. Bad input is one
+line on standard error: what is wrong and what was expected. With --json standard output is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import fnmatch
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mxgate.kernels.build import OPS, Build, BuildError, outside, registry
+
+STATE = Path(".mxgate")
+_EXIT = "exit codes: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive"
+
+
+class UsageError(Exception):
+    """One line for standard error; exit 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse with one-line errors, and the nearest name for a mistyped choice."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            what = "command" if isinstance(action, argparse._SubParsersAction) else action.dest
+            raise UsageError(unknown(what, str(value), list(action.choices)))
+
+
+def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
+    """One line: what is not known, and the nearest names, or all of them where they are few."""
+    if near := difflib.get_close_matches(name, known, 3, 0.6):
+        return f"no {what} named {name!r}; did you mean {' or '.join(near)}?"
+    if len(known) > 12:
+        near = difflib.get_close_matches(name, known, 3, 0.0)
+        return f"no {what} named {name!r}; the nearest of {len(known)} are {', '.join(near)}{where}"
+    return f"no {what} named {name!r}; expected {'one of ' if len(known) > 1 else ''}{', '.join(known)}{where}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which builds, which cases
+
+
+def choose_builds(names: Sequence[str], op: str | None) -> list[Build]:
+    """The builds that --build and --op mean; all of them when neither is given. Raises UsageError."""
+    known = registry()
+    if not names:
+        return [b for b in known.values() if op in (None, b.op)]
+    chosen: dict[str, Build] = {}
+    for name in names:
+        for build in _builds_named(name, op, known):
+            if chosen.get(build.id, build) != build:
+                raise UsageError(f"two different builds are called {build.id}: give them to two runs")
+            chosen[build.id] = build
+    return list(chosen.values())
+
+
+def _builds_named(name: str, op: str | None, known: Mapping[str, Build]) -> list[Build]:
+    found = [b for b in known.values() if op in (None, b.op) and name in (b.id, b.name)]
+    if found:
+        return found
+    if ":" in name or name.endswith(".py"):
+        return [_outside(name, op)]
+    elsewhere = sorted(b.op for b in known.values() if name in (b.id, b.name))
+    if elsewhere:
+        raise UsageError(f"build {name!r} computes {', '.join(elsewhere)}, not {op}")
+    names = list(dict.fromkeys(n for b in known.values() if op in (None, b.op) for n in (b.name, b.id)))
+    raise UsageError(unknown("build", name, names, ", or path/to/file.py:callable"))
+
+
+def _outside(target: str, op: str | None) -> Build:
+    """A build from outside the project; its op is the callable's name where --op is not given."""
+    attribute = target.rpartition(":")[2]
+    if ":" not in target:
+        raise UsageError(f"{target!r} names a file and no callable; expected {target}:CALLABLE, such as {target}:wgrad")
+    if op is None and attribute not in OPS:
+        raise UsageError(
+            f"which op does {target!r} compute? give --op {', --op '.join(OPS)}".replace(", --op", " or --op")
+        )
+    try:
+        return outside(op or attribute, target)
+    except BuildError as error:
+        raise UsageError(str(error)) from None
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{target!r} names no build: {error}") from None
+
+
+def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int) -> list[Any]:
+    """The tier's cases of the ops, or those whose id matches one of the patterns. Raises UsageError."""
+    from mxgate.conformance import data
+
+    tiers = ("smoke", "production") if tier == "production" else (tier,)
+    all_ops = list(dict.fromkeys(ops))
+    listed = list({c.id: c for t in tiers for op in all_ops for c in data.cases(op, t)}.values())
+    if patterns:
+        chosen: dict[str, Any] = {}
+        for pattern in patterns:
+            matching = [c for c in listed if fnmatch.fnmatchcase(c.id, pattern)]
+            if not matching:
+                matching = [_case_named(pattern, all_ops, listed)]
+            chosen.update((c.id, c) for c in matching)
+        listed = list(chosen.values())
+    return [data.salted(c, salt) for c in listed] if salt else listed
+
+
+def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
+    from mxgate.conformance import data
+
+    if not any(sign in pattern for sign in "*?["):
+        with contextlib.suppress(ValueError):
+            case = data.case_by_id(pattern)
+            if case.op in ops:
+                return case
+            raise UsageError(f"case {pattern} is of {case.op}, but no chosen build computes that")
+    raise UsageError(unknown("case", pattern, [c.id for c in listed], " (see `mxgate list cases`)"))
+
+
+def _shard(text: str) -> tuple[int, int]:
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shard; expected i/n with 1 <= i <= n, such as 2/8")
+    return int(i), int(n)
+
+
+def _positive(kind: Callable[[str], Any], noun: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < 1e9:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {noun} above 0")
+        return value
+
+    return parse
+
+
+_COUNT, _NUMBER = _positive(int, "a whole number"), _positive(float, "a number")
+
+
+def _salt(text: str) -> int:
+    if not (text.isdecimal() and len(text) < 19):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def _gates(names: Sequence[str] | None) -> tuple[str, ...]:
+    from mxgate.conformance.verdict import GATES
+
+    for name in names or ():
+        if name not in GATES:
+            raise UsageError(unknown("gate", name, GATES))
+    return tuple(gate for gate in GATES if not names or gate in names)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _print_json(document: Any) -> None:
+    json.dump(document, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# run, report
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    from mxgate.conformance.run import Settings
+    from mxgate.conformance.worker import Limits
+
+    return Settings(
+        tier=args.tier,
+        jobs=args.jobs
+        or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
+        shard=args.shard,
+        limits=Limits(args.time_limit, args.memory_limit),
+        gates=_gates(args.gate),
+        fresh=args.fresh,
+    )
+
+
+def cmd_run(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.conformance.run import run
+
+    settings = _settings(args)
+    builds = choose_builds(args.build, args.op)
+    cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed)
+    if lost := [b.id for b in builds if not any(c.op == b.op for c in cases)]:
+        if args.build:
+            raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
+        builds = [b for b in builds if b.id not in lost]
+    for build in builds:
+        if build.id not in registry():
+            _try_loading(build, settings.limits)
+    out = _folder(args.out)
+    with text.Watch("cases") as step:
+        report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
+    return _finish(report, out, args.json)
+
+
+def _folder(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        STATE.mkdir(exist_ok=True)
+        (STATE / "last-run").write_text(str(out.resolve()))
+    except OSError as error:
+        raise UsageError(f"cannot write to {str(out)!r}: {error.strerror}") from None
+    return out
+
+
+def _finish(report: Any, out: Path, as_json: bool) -> int:
+    """Write run.json, junit.xml and the certificates, and print the verdicts."""
+    from mxgate.conformance import certificate
+    from mxgate.conformance import report as text
+
+    plan = {
+        "stamp": report.settings.stamp,
+        "tier": report.settings.tier,
+        "gates": list(report.settings.gates),
+        "limits": asdict(report.settings.limits),
+        "builds": [asdict(b) for b in report.builds],
+        "cases": [c.id for c in report.cases],
+    }
+    (out / "run.json").write_text(json.dumps(plan, indent=1) + "\n")
+    (out / "junit.xml").write_bytes(text.junit(report))
+    written = certificate.write_all(report, out / "certificates")
+    if as_json:
+        _print_json(text.document(report, {"out": str(out), "certificates": [str(path) for path in written]}))
+    else:
+        to = text.console()
+        text.print_run(report, to)
+        to.print(f"wrote {out}/results.jsonl, junit.xml" + (f", {len(written)} certificates" if written else ""))
+    return int(report.exit_code)
+
+
+def _try_loading(build: Build, limits: Any) -> None:
+    """An outside build that cannot even be loaded is bad input, not a verdict."""
+    from mxgate.conformance.worker import Child, ChildError
+
+    try:
+        Child(build, limits).close()
+    except ChildError as error:
+        raise UsageError(f"{build.target} cannot be loaded: {error}") from None
+
+
+def cmd_report(args: argparse.Namespace) -> int:
+    from mxgate.conformance import data
+    from mxgate.conformance.run import Settings, read_results, summarise
+    from mxgate.conformance.worker import Limits, build_from
+
+    plans, known, warnings = [], {}, []
+    for folder in args.folder:
+        plans.append(_plan(folder))
+        results, strange = read_results(folder / "results.jsonl")
+        known.update(results)
+        warnings.extend(strange)
+    if any(plan["stamp"] != plans[0]["stamp"] for plan in plans):
+        raise UsageError("these runs are not parts of one: their tiers, limits, gates or mxgate versions differ")
+    builds = {b.id: b for plan in plans for b in map(build_from, plan["builds"])}
+    cases = {name: data.case_by_id(name) for plan in plans for name in plan["cases"]}
+    stamp = plans[0]["stamp"]
+    settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=Limits(**plans[0]["limits"]))
+    wanted = {}
+    for (build, fingerprint, case, under), result in known.items():
+        if under == stamp and build in builds and builds[build].fingerprint() == fingerprint:
+            wanted[build, case] = result
+    report = summarise(
+        list(builds.values()),
+        list(cases.values()),
+        settings,
+        wanted,
+        ran=0,
+        resumed=len(wanted),
+        seconds=0.0,
+        warnings=tuple(warnings),
+    )
+    return _finish(report, args.folder[0] if len(args.folder) == 1 else _folder(args.out), args.json)
+
+
+def _plan(folder: Path) -> Any:
+    try:
+        plan = json.loads((folder / "run.json").read_bytes())
+        if set(plan) >= {"stamp", "tier", "gates", "limits", "builds", "cases"}:
+            return plan
+    except OSError:
+        raise UsageError(
+            f"{folder} holds no run: expected run.json and results.jsonl, as `mxgate run --out` writes"
+        ) from None
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise UsageError(f"{folder / 'run.json'} is not what `mxgate run` writes; run it again")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# list
+
+
+def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
+    from mxgate import oracle
+    from mxgate.conformance import data
+    from mxgate.conformance.verdict import GATES, MANDATORY
+
+    if what == "builds":
+        return [
+            {"build": b.id, "formats": _formats(b.formats), "align": b.group_alignment, "accumulator": b.accumulator,
+             "replaces": b.replaces or "", "needs": b.missing() or ""}
+            for b in registry().values()
+            if op in (None, b.op)
+        ]  # fmt: skip
+    if what == "cases":
+        return [
+            {"case": c.id, "n": c.n, "k": c.k, "tokens": c.tokens, "buffer": c.buffer, "experts": c.experts}
+            for c in data.cases(op, tier)
+        ]
+    if what == "gates":
+        mandatory = {gate: [name for name in MANDATORY if gate in MANDATORY[name]] for gate in GATES}
+        from mxgate.conformance import gates
+
+        return [
+            {"gate": gate, "mandatory for": _ops(mandatory[gate]), "demands": _first_line(gates.GATE_FUNCTIONS[gate])}
+            for gate in GATES
+        ]  # fmt: skip
+    if what == "faults":
+        from mxgate.kernels.faults import FAULTS
+
+        return [
+            {"fault": f.build.id, "gate": f.gate, "kind": f.kind, "what": f.what}
+            for f in FAULTS
+            if op in (None, f.build.op)
+        ]
+    if what == "formats":
+        return [
+            {"format": f.name, "emax": f.emax, "mantissa": f.mantissa_bits, "max": f.max_finite,
+             "nan": " ".join(f"0x{code:02x}" for code in f.nan_codes), "tag": f.tag}
+            for f in oracle.FORMATS.values()
+        ]  # fmt: skip
+    if what == "profiles":
+        return [
+            {"profile": p.name, "rule": p.rule, "formats": _formats(p.formats), "peer": p.peer}
+            for p in oracle.PROFILES.values()
+        ]
+    return [
+        {"accumulator": a.name, "bits": a.bits or "exact", "step": a.step, "verified": "yes" if a.verified else "no",
+         "source": a.source}
+        for a in oracle.ACCUMULATORS.values()
+    ]  # fmt: skip
+
+
+def _ops(names: Sequence[str]) -> str:
+    return "every op" if len(names) == len(OPS) else "GEMMs" if names else "replacements"
+
+
+def _formats(names: Sequence[str]) -> str:
+    fp8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
+    return ",".join(["fp8", *(n for n in names if n not in fp8)] if set(names) >= set(fp8) else names)
+
+
+def _first_line(function: Any) -> str:
+    return (function.__doc__ or "").strip().partition("\n")[0]
+
+
+LISTS = ("builds", "cases", "gates", "faults", "formats", "profiles", "accumulators")
+
+
+def cmd_list(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+
+    wanted = [args.listing] if args.listing else list(LISTS)
+    found = {what: _listing(what, args.op, args.tier) for what in wanted}
+    if args.json:
+        _print_json({"command": "list", **found})
+        return 0
+    to = text.console()
+    if not args.listing:
+        text.table(to, ["what", "how many"], [[what, str(len(rows))] for what, rows in found.items()], ["how many"])
+        to.print("\nmxgate list WHAT shows them")
+        return 0
+    rows = found[args.listing]
+    if rows:
+        numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
+        text.table(to, list(rows[0]), [[str(value) for value in row.values()] for row in rows], numbers)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line itself
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="mxgate",
+        description="Hold MXFP8 quantizers and grouped GEMMs against an exact oracle; time only what was accepted.",
+        epilog=_EXIT,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, function: Callable[[argparse.Namespace], int], help: str) -> _Parser:
+        sub: _Parser = commands.add_parser(name, help=help, description=help, epilog=_EXIT)
+        sub.set_defaults(function=function)
+        return sub
+
+    def shared(sub: argparse.ArgumentParser, *, seconds: float = 60.0) -> None:
+        sub.add_argument("--jobs", type=_COUNT, metavar="N", help="children at work at a time (default: one a core)")
+        sub.add_argument(
+            "--time-limit",
+            type=_NUMBER,
+            default=seconds,
+            metavar="S",
+            help=f"seconds one launch may take (default {seconds:g})",
+        )
+        sub.add_argument(
+            "--memory-limit", type=_NUMBER, default=8.0, metavar="GIB", help="resident memory of one child (default 8)"
+        )
+
+    def as_json(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--json", action="store_true", help="one JSON document on standard output")
+
+    sub = command("run", cmd_run, "run builds through the gates and print a verdict for each")
+    sub.add_argument("--op", choices=list(OPS), help="only this op (and what an outside --build computes)")
+    sub.add_argument(
+        "--build",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: every build)",
+    )
+    sub.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a case id or a pattern such as 'wgrad/*/signature'; may be repeated",
+    )
+    sub.add_argument(
+        "--gate", action="append", metavar="NAME", help="only this gate; may be repeated (never enough for an accept)"
+    )
+    sub.add_argument(
+        "--tier",
+        choices=["smoke", "full", "production"],
+        default="smoke",
+        help="how many cases and repeats (default smoke; production: smoke and the large shapes)",
+    )
+    sub.add_argument("--seed", type=_salt, default=0, metavar="N", help="the same cases with other data")
+    sub.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="only the I-th of N parts of the work")
+    sub.add_argument(
+        "--out",
+        type=Path,
+        default=STATE,
+        metavar="DIR",
+        help="where results go, and where a stopped run resumes (default .mxgate)",
+    )
+    sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
+    shared(sub)
+    as_json(sub)
+
+    sub = command("report", cmd_report, "put the results of several runs (shards) together")
+    sub.add_argument("folder", nargs="+", type=Path, metavar="DIR", help="an --out of `mxgate run`")
+    sub.add_argument(
+        "--out",
+        type=Path,
+        default=STATE / "report",
+        metavar="DIR",
+        help="where junit.xml and certificates go (default .mxgate/report)",
+    )
+    as_json(sub)
+
+    sub = command("list", cmd_list, "list builds, cases, gates, faults, formats, profiles or accumulators")
+    sub.add_argument("listing", nargs="?", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))
+    sub.add_argument("--op", choices=list(OPS), help="only of this op")
+    sub.add_argument(
+        "--tier", choices=["smoke", "full", "production"], default="smoke", help="whose cases (default smoke)"
+    )
+    as_json(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `mxgate` command; returns the exit code."""
+    if threading.current_thread() is threading.main_thread():
+        # A polite kill ends like Ctrl-C: with no child left behind.
+        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    parser = _parser()
+    try:
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 2
+        code = int(args.function(args))
+        sys.stdout.flush()
+        return code
+    except (UsageError, BuildError) as error:
+        print(f"mxgate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mxgate: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone. Python would complain again while flushing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

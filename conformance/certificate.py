@@ -1,0 +1,173 @@
+"""A certificate: the record of an Accept, without which nothing is timed.
+
+It names everything the verdict depends on: the build and its fingerprint, the cases and gates, the device, the versions
+and the hash of the oracle's and gates' own source. Its digest covers all of that: a certificate that was edited by
+hand, truncated or merged is refused. The digest has no key, so it guards against accident and not against forgery;
+whoever wants to forge a certificate can as well forge the build.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mxgate.conformance.case import Case
+from mxgate.conformance.run import RunReport, code_version
+from mxgate.conformance.verdict import GATES
+from mxgate.conformance.worker import build_from
+from mxgate.kernels.build import Build, BuildError
+
+FORMAT = "mxgate certificate 1"
+
+
+class CertificateError(ValueError):
+    """Why a certificate does not count, in one line that begins with its path."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """build: the record that was accepted. cases: the ids on which it ran. gates: the outcome of each."""
+
+    build: Build
+    fingerprint: str
+    tier: str
+    cases: tuple[str, ...]
+    gates: Mapping[str, str]
+    device: str
+    code: str
+    versions: Mapping[str, str]
+
+
+@functools.cache
+def device() -> str:
+    """What the CPU builds run on: the processor's name and the machine type."""
+    name = ""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model")):
+                name = line.partition(":")[2].strip()
+                break
+    except OSError:
+        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        with_sysctl = subprocess.run(asked, capture_output=True, text=True, check=False)
+        name = with_sysctl.stdout.strip()
+    return f"cpu: {name or platform.processor() or 'unnamed'}, {platform.machine()}"
+
+
+def write_all(report: RunReport, folder: Path) -> list[Path]:
+    """A certificate for every accepted build of a finished plan; those of builds that are not accepted are removed.
+
+    Nothing is written for a run in which a gate was left out."""
+    written = []
+    for build, verdict in zip(report.builds, report.verdicts, strict=True):
+        path = folder / f"{build.op}-{build.name}.json"
+        if verdict.word != "accept" or report.settings.gates != GATES:
+            if verdict.word in ("reject", "accept"):
+                path.unlink(missing_ok=True)
+            continue
+        mine = [result for result in report.results if result.build == build.id and result.skipped is None]
+        body = {
+            "certificate": FORMAT,
+            "build": asdict(build),
+            "fingerprint": mine[0].fingerprint,
+            "verdict": "accept",
+            "tier": report.settings.tier,
+            "cases": sorted(result.case for result in mine),
+            "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
+            "device": device(),
+            "code": code_version(),
+            "versions": _versions(build),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({**body, "digest": _digest(body)}, indent=1) + "\n"
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(path)
+        written.append(path)
+    return written
+
+
+def read(path: Path) -> Certificate:
+    """A certificate as it was written. Raises CertificateError; whether it still holds is for `check` to say."""
+    try:
+        record = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CertificateError(f"{path}: {error.strerror}; `mxgate run` writes certificates") from None
+    except (ValueError, RecursionError):
+        raise CertificateError(f"{path}: is not JSON; expected a certificate that `mxgate run` wrote") from None
+    if not isinstance(record, dict) or record.get("certificate") != FORMAT:
+        raise CertificateError(f"{path}: is no certificate of this version ({FORMAT})")
+    if record.pop("digest", None) != _digest(record):
+        raise CertificateError(f"{path}: was changed after it was written (its digest does not fit its content)")
+    if record["verdict"] != "accept":
+        raise CertificateError(f"{path}: certifies {record['verdict']!r}, not an accept")
+    return Certificate(
+        build=build_from(record["build"]),
+        fingerprint=record["fingerprint"],
+        tier=record["tier"],
+        cases=tuple(record["cases"]),
+        gates=record["gates"],
+        device=record["device"],
+        code=record["code"],
+        versions=record["versions"],
+    )
+
+
+def check(path: Path, certificate: Certificate) -> None:
+    """Raises CertificateError when what was accepted is not what is here now."""
+    build = certificate.build
+    again = f"run `mxgate run --op {build.op} --build {_name(build)}` again"
+    try:
+        now = build.fingerprint()
+    except (BuildError, OSError) as error:
+        raise CertificateError(f"{path}: the source of {build.id} is gone ({error})") from None
+    if now != certificate.fingerprint:
+        changed = [f"{k} {v} -> {w}" for k, v in certificate.versions.items() if (w := _versions(build).get(k)) != v]
+        what = ", ".join(changed) or "its source or options"
+        raise CertificateError(f"{path}: {build.id} has changed since it was accepted ({what}); {again}")
+    if certificate.code != code_version():
+        raise CertificateError(
+            f"{path}: {build.id} was accepted by another version of the oracle or the gates; {again}"
+        )
+    if certificate.device != device():
+        raise CertificateError(
+            f"{path}: {build.id} was accepted on another device ({certificate.device}; here: {device()}); {again}"
+        )
+
+
+def covers(path: Path, certificate: Certificate, case: Case, certified: Sequence[Case]) -> None:
+    """Raises CertificateError unless a certified case has the case's op, shape, formats and output type."""
+    wanted = (case.op, case.shape, case.formats, case.out_dtype)
+    if wanted in {(c.op, c.shape, c.formats, c.out_dtype) for c in certified}:
+        return
+    shapes = sorted({c.shape for c in certified if (c.op, c.formats, c.out_dtype) == (case.op, *wanted[2:])})
+    known = f"shapes {', '.join(shapes)}" if shapes else "no case with its op, formats and output type"
+    build = certificate.build.id
+    raise CertificateError(f"{path}: {build} was not accepted on the shape class of {case.id}; it covers {known}")
+
+
+def _name(build: Build) -> str:
+    return build.target if "/" in build.target else build.name
+
+
+def _versions(build: Build) -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("numpy", "ml_dtypes", *build.requires):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "none"
+    return found
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

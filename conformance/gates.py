@@ -1,0 +1,486 @@
+"""The gates: each looks at the evidence of one build on one case and finds something, or nothing.
+
+A gate is a pure function of Evidence. It gives a Finding (a rejection, or inconclusive where it could not run), None
+where it is satisfied, or SILENT where the case is none of its business. Bits are compared as bits and numbers against
+intervals, by the accepting condition negated: a NaN fails unless a NaN is what the case demands.
+
+The sign of a zero: a sum of products that cancel is +0 when rounded to nearest, and so is a sum with one +0 in it,
+whatever the order. Only where every product is a zero (magnitude 0) can a legitimate kernel that never adds an initial
++0 end in -0: there, and nowhere else, `exact` takes either sign. `empty`, and rows past the last offset that a build
+promises to zero, are stores and not sums: all bits clear.
+
+What no gate sees: a fault that needs other data, another shape or another machine than the cases have; a race that did
+not show in the repeats; code that recognises the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mxgate.conformance.case import Case
+from mxgate.conformance.data import EXACT, LARGE, variants
+from mxgate.conformance.launch import FILL_FINITE, FILL_NAN, Array, Evidence, Launch, LaunchSpec
+from mxgate.conformance.poison import COPIED
+from mxgate.conformance.verdict import GATES, Finding, Outcome
+from mxgate.kernels.build import Build
+from mxgate.oracle import Answer, MXArray
+from mxgate.oracle.bound import outside, round_to
+from mxgate.oracle.formats import E8M0, FORMATS, decode, scale_value
+
+SILENT: Literal[Outcome.SILENT] = Outcome.SILENT
+Result = Finding | Literal[Outcome.SILENT] | None
+Bool = NDArray[np.bool_]
+
+MOST = 20  # differences that are printed
+REPEATS = {"smoke": 3, "full": 6, "production": 3}
+# In the full tier these get 80 launches in the reused child and 5 in each of 5 fresh ones: a race that shows in 6 % of
+# runs is missed by 105 launches once in 660.
+MANY = (80, 5, 5)
+_MANY_ROUTINGS = ("ramp1.5", "shift32", "empties")
+_MANY_FAMILIES = ("signature", "normal")
+_CONTROL = ("64x96", "96x64")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The launches that the gates need
+
+
+def plan(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
+    """Every launch of `build` on `case`, the base launch first. tier: "smoke", "full" or "production".
+
+    In every tier: each variant of the padding, other bytes in fresh memory, out= plain and pitched, repeats.
+    On a case too large for an exact answer only what padding, contract and reproducible cannot do without.
+    """
+    if case.op != "quantize" and case.n * case.k * case.tokens > LARGE:
+        return (
+            LaunchSpec("first"),
+            LaunchSpec("other memory", fill=FILL_FINITE),
+            LaunchSpec("repeat 1"),
+            *(LaunchSpec(COPIED, variant=COPIED) for name in variants(case) if name == COPIED),
+        )
+    repeats, fresh, each = REPEATS[tier], 0, 0
+    plain = case.formats == ("e4m3fn", "e4m3fn") and case.out_dtype == "bfloat16" and case.shape in _CONTROL
+    if plain and case.routing in ("axis1", "ramp1.5") and case.family in ("exact-sum", "special"):
+        fresh, each = 1, 2
+    many = case.op == "quantize" or case.routing in _MANY_ROUTINGS
+    if tier == "full" and plain and many and case.family in _MANY_FAMILIES:
+        repeats, fresh, each = MANY
+    poisons = [LaunchSpec(f"padding {name}", variant=name) for name in variants(case)[1:]]
+    specs = [LaunchSpec("first"), *poisons, LaunchSpec("other memory", fill=FILL_FINITE)]
+    if case.op != "quantize":
+        specs += [
+            LaunchSpec("out=", fill=FILL_FINITE, out="plain"),
+            LaunchSpec("out= with a pitch", fill=FILL_NAN, out="pitched"),
+        ]
+    specs += [LaunchSpec(f"repeat {i + 1}") for i in range(repeats)]
+    for process in range(1, fresh + 1):
+        # The first call of a fresh process; then in another order than process 0.
+        order = [LaunchSpec(f"process {process}, launch {i + 1}", process=process) for i in range(each)]
+        last = [replace(s, label=f"process {process}, {s.label}", process=process) for s in reversed(poisons)]
+        specs += order[:1] + last[:1] + order[1:]
+    return tuple(specs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What an output should look like
+
+
+def expected_outputs(case: Case, variant: str) -> tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]:
+    """(shape, dtype) of each array a launch must return."""
+    if case.op == "quantize":
+        shape: tuple[int, ...] = (case.experts, case.n, case.k) if case.sizes else (case.n, case.k)
+        axis = int(case.routing.removeprefix("axis"))
+        scales = tuple(length // 32 if i == axis else length for i, length in enumerate(shape))
+        return (shape, FORMATS[case.formats[0]].dtype), (scales, E8M0.dtype)
+    rows = case.tokens if variant == COPIED else case.buffer
+    shape = {"forward": (rows, case.n), "dgrad": (rows, case.k), "wgrad": (case.experts, case.n, case.k)}[case.op]
+    return ((shape, np.dtype(getattr(ml_dtypes, case.out_dtype, case.out_dtype))),)
+
+
+def mismatch(case: Case, launch: Launch) -> str | None:
+    """What is wrong with the number, shape or dtype of the arrays, in words, or None."""
+    expected = expected_outputs(case, launch.variant)
+    if len(launch.output) != len(expected):
+        return f"returned {len(launch.output)} arrays; expected {len(expected)}"
+    for array, (shape, dtype) in zip(launch.output, expected, strict=True):
+        if array.shape != shape or array.dtype != dtype:
+            return f"returned {array.dtype} {list(array.shape)}; expected {dtype} {list(shape)}"
+    return None
+
+
+def usable(e: Evidence, launch: Launch) -> bool:
+    """Whether the launch gave arrays of the right number, shapes and dtypes."""
+    return launch.error is None and mismatch(e.case, launch) is None
+
+
+def bits(array: Array) -> NDArray[Any]:
+    """The array's bit patterns, as unsigned integers of its item size."""
+    return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
+
+
+def owned(case: Case, array: Array) -> Array:
+    """The part of an output that belongs to tokens: of forward and dgrad the first rows, else all."""
+    return array[: case.tokens] if case.op in ("forward", "dgrad") else array
+
+
+def different(case: Case, one: Launch, other: Launch) -> tuple[Bool, ...]:
+    """For each array, where the tokens' bits of two usable launches differ."""
+    if one.digest == other.digest:
+        return tuple(np.zeros(owned(case, a).shape, np.bool_) for a in one.output)
+    pairs = zip(one.output, other.output, strict=True)
+    return tuple(bits(owned(case, a)) != bits(owned(case, b)) for a, b in pairs)
+
+
+def show(array: Array, index: tuple[int, ...]) -> str:
+    """An element's bits and value: 0x3f80 (1)."""
+    element = array[index]
+    pattern = int(bits(array[index].reshape(1))[0])
+    return f"0x{pattern:0{2 * array.dtype.itemsize}x} ({float(element):g})"
+
+
+def place(case: Case, index: Sequence[int], part: int = 0) -> str:
+    """Coordinates in words: "expert 2, n 5, k 17", "row 70 (expert 1), n 3", "scales [3, 1]"."""
+    at = [int(i) for i in index]
+    if case.op == "quantize":
+        return f"{('element', 'scale')[part]} {at}"
+    if case.op == "wgrad":
+        return f"expert {at[0]}, n {at[1]}, k {at[2]}"
+    column = "n" if case.op == "forward" else "k"
+    expert = int(np.searchsorted(np.cumsum(case.sizes), at[0], side="right"))
+    return f"row {at[0]} ({f'expert {expert}' if expert < case.experts else 'past the last offset'}), {column} {at[1]}"
+
+
+def _lines(case: Case, wrong: Sequence[Bool], got: Sequence[Array], want: Sequence[Array] | None) -> tuple[str, ...]:
+    """The first MOST wrong elements, in order, with both bit patterns."""
+    lines: list[str] = []
+    for part, mask in enumerate(wrong):
+        for index in np.argwhere(mask)[: MOST - len(lines)]:
+            at = tuple(int(i) for i in index)
+            text = f"{place(case, at, part)}: {show(got[part], at)}"
+            lines.append(text + (f", expected {show(want[part], at)}" if want is not None else ""))
+    return tuple(lines)
+
+
+def _count(wrong: Sequence[Bool]) -> int:
+    return int(sum(np.count_nonzero(mask) for mask in wrong))
+
+
+def _found(
+    gate: str,
+    e: Evidence,
+    what: str,
+    launch: Launch,
+    wrong: Sequence[Bool],
+    want: Sequence[Array] | None = None,
+    got: Sequence[Array] | None = None,
+) -> Finding | None:
+    """A Finding about elements of a launch, or None when `wrong` has none. what: a sentence with {count} in it."""
+    count = _count(wrong)
+    if count == 0:
+        return None
+    total = sum(mask.size for mask in wrong)
+    first = next((part, np.argwhere(mask)[0]) for part, mask in enumerate(wrong) if mask.any())
+    return Finding(
+        gate=gate,
+        what=what.format(count=f"{count} of {total} elements"),
+        where=_lines(e.case, wrong, got or [owned(e.case, a) for a in launch.output], want),
+        count=count,
+        detail={"launch": launch.label, "total": total, "first": [first[0], *(int(i) for i in first[1])]},
+    )
+
+
+def _unsure(gate: str, what: str) -> Finding:
+    return Finding(gate, what, inconclusive=True)
+
+
+def _base(gate: str, e: Evidence) -> Launch | Finding:
+    """The base launch, or why there is nothing to judge."""
+    if not e.launches:
+        return _unsure(gate, "nothing was launched")
+    if not usable(e, e.launches[0]):
+        return _unsure(gate, f"launch {e.launches[0].label!r} gave no output that could be judged")
+    return e.launches[0]
+
+
+def _answer(e: Evidence) -> Answer:
+    assert isinstance(e.answer, Answer)
+    return e.answer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The gates
+
+
+def contract(e: Evidence) -> Result:
+    """No crash, hang or exception; shape and dtype; nothing but the output written, and all of it."""
+    for launch in e.launches:
+        said = (
+            launch.error,
+            None if launch.error else mismatch(e.case, launch),
+            launch.canaries,
+            launch.inputs_changed and f"changed its inputs: {', '.join(launch.inputs_changed)}",
+            launch.aliases and f"returned the memory of its input {launch.aliases}",
+        )
+        if problem := next(filter(None, said), None):
+            return Finding("contract", f"launch {launch.label!r}: {problem}", detail={"launch": launch.label})
+    base = _base("contract", e)
+    if isinstance(base, Finding):
+        return base
+    missing = [spec.label for spec in e.plan if spec not in {launch.spec for launch in e.launches}]
+    if missing or not e.plan:
+        return _unsure("contract", f"{len(missing)} launches never came back, the first {missing[:1]}")
+    return _unwritten(e, base)
+
+
+def _unwritten(e: Evidence, base: Launch) -> Finding | None:
+    """Elements that depend on what memory held before, among those that do not change from run to run anyway."""
+    same = [x for x in e.launches if x.variant == base.variant]
+    stable = None
+    for launch in same:
+        if (launch.spec.fill, launch.spec.out) == (base.spec.fill, base.spec.out):
+            equal = [~mask for mask in different(e.case, base, launch)]
+            stable = equal if stable is None else [a & b for a, b in zip(stable, equal, strict=True)]
+    assert stable is not None
+    for launch in same:
+        if (launch.spec.fill, launch.spec.out) != (base.spec.fill, base.spec.out):
+            wrong = [mask & calm for mask, calm in zip(different(e.case, base, launch), stable, strict=True)]
+            how = f"{{count}} are not those of launch {base.label!r}: memory held 0x{launch.spec.fill:02x} before"
+            how += "" if launch.spec.out == "none" else f", out= is {launch.spec.out}"
+            want = [owned(e.case, a) for a in base.output]
+            if finding := _found("contract", e, f"launch {launch.label!r}: {how}", launch, wrong, want):
+                return finding
+    return _tail(e, "contract")
+
+
+def _tail(e: Evidence, gate: str) -> Finding | None:
+    """Rows past the last offset (wgrad has none) against what the build promises of them."""
+    for launch in e.launches if e.case.op in ("forward", "dgrad") else ():
+        if e.build.tail == "undefined" or launch.variant == COPIED or not usable(e, launch):
+            continue
+        rows = launch.output[0][e.case.tokens :]
+        if e.build.tail == "zero":
+            want = np.zeros(rows.shape, rows.dtype)
+        elif launch.spec.out != "none":
+            want = np.full(rows.nbytes, launch.spec.fill, np.uint8).view(rows.dtype).reshape(rows.shape)
+        else:
+            continue  # a buffer of its own: nobody knows what was in it
+        wrong = np.zeros(launch.output[0].shape, np.bool_)
+        wrong[e.case.tokens :] = bits(rows) != bits(want)
+        full = np.concatenate([owned(e.case, launch.output[0]), want])
+        what = f"launch {launch.label!r}: {{count}} past the last offset are not {e.build.tail}"
+        if finding := _found(gate, e, what, launch, [wrong], [full], list(launch.output)):
+            return finding
+    return None
+
+
+def reproducible(e: Evidence) -> Result:
+    """The same launch gives the same bytes: again, after others, in another process."""
+    base = _base("reproducible", e)
+    if isinstance(base, Finding):
+        return base
+    key = (base.variant, base.spec.fill, base.spec.out)
+    same = [x for x in e.launches if (x.variant, x.spec.fill, x.spec.out) == key]
+    asked = sum((spec.variant, spec.fill, spec.out) == key for spec in e.plan)
+    bad = [x for x in same if usable(e, x) and _count(different(e.case, base, x))]
+    if bad:
+        want = [owned(e.case, a) for a in base.output]
+        fresh = sum(x.spec.process != base.spec.process for x in bad)
+        what = (
+            f"{len(bad)} of {len(same)} launches ({fresh} in fresh processes) differ from the first; "
+            f"in launch {bad[0].label!r} {{count}} do"
+        )
+        return _found("reproducible", e, what, bad[0], different(e.case, base, bad[0]), want)
+    if len(same) < 2 or len(same) < asked or not all(usable(e, x) for x in same):
+        ran = sum(usable(e, x) for x in same)
+        return _unsure("reproducible", f"{ran} of {max(asked, 2)} equal launches gave an output")
+    return None
+
+
+def padding(e: Evidence) -> Result:
+    """No byte past the tokens matters: every poison gives the bytes of operands cut to their tokens."""
+    names = variants(e.case)
+    if len(names) == 1:
+        return SILENT
+    by_variant = {x.variant: x for x in reversed(e.launches) if usable(e, x)}
+    # Too large a case has only these two; without tokens there is nothing to cut the operands to.
+    names = tuple(name for name in names if name in {spec.variant for spec in e.plan})
+    missing = [name for name in names if name not in by_variant]
+    reference = by_variant.get(COPIED if COPIED in names else names[0])
+    if reference is not None:
+        want = [owned(e.case, a) for a in reference.output]
+        for name in names:
+            if name not in by_variant:
+                continue
+            launch = by_variant[name]
+            what = f"with {name!r} in the padding {{count}} are not those of launch {reference.label!r}"
+            wrong = different(e.case, launch, reference)
+            if finding := _found("padding", e, what, launch, wrong, want):
+                return finding
+    if missing or len(names) < 2:
+        return _unsure("padding", f"no output with {', '.join(missing) or 'more than one variant of'} padding")
+    return _tail(e, "padding")
+
+
+def exact(e: Evidence) -> Result:
+    """Bit for bit the one right answer, where the data leave no room for another (EXACT; for quantize always)."""
+    if e.case.op != "quantize" and e.case.family not in EXACT:
+        return SILENT
+    base = _base("exact", e)
+    if isinstance(base, Finding):
+        return base
+    if isinstance(e.answer, MXArray):
+        want: list[Array] = [e.answer.elements, e.answer.scales]
+        wrong = [bits(a) != bits(b) for a, b in zip(base.output, want, strict=True)]
+        what = f"{{count}} are not those of profile {e.build.profile}"
+        return _found("exact", e, what, base, wrong, want)
+    if e.answer is None:
+        return _freivalds("exact", e, base)
+    value, magnitude = owned(e.case, e.answer.value), owned(e.case, e.answer.magnitude)
+    out = owned(e.case, base.output[0])
+    once = round_to(value, out.dtype)
+    zero = (magnitude == 0) & (out.astype(np.float64) == 0)  # either sign: see the module's docstring
+    right = np.where(np.isnan(value), np.isnan(out.astype(np.float64)), (bits(out) == bits(once)) | zero)
+    return _found("exact", e, "{count} are not the exact sum rounded once", base, [~right], [once])
+
+
+def bounded(e: Evidence) -> Result:
+    """Every element inside the interval that the build's accumulator may reach."""
+    if e.case.op == "quantize":
+        return SILENT
+    base = _base("bounded", e)
+    if isinstance(base, Finding):
+        return base
+    if e.answer is None:
+        return _freivalds("bounded", e, base)
+    answer = _answer(e)
+    lo, hi = (owned(e.case, end) for end in answer.interval(e.build.accumulator, base.output[0].dtype))
+    out = owned(e.case, base.output[0])
+    wrong = outside(out, lo, hi)
+    what = f"{{count}} are outside the interval of {e.build.accumulator}"
+    want = round_to(owned(e.case, answer.value), out.dtype)
+    return _found("bounded", e, what, base, [wrong], [want])
+
+
+def empty(e: Evidence) -> Result:
+    """An expert without tokens: its gradient is exactly +0 in every launch; elsewhere it must not harm its neighbours.
+
+    forward and dgrad give an empty group no row. What goes wrong there shows in the groups on either side, and, when
+    all are empty, in rows that nobody should have written.
+    """
+    groups = [g for g, size in enumerate(e.case.sizes) if size == 0]
+    if e.case.op == "quantize" or not groups:
+        return SILENT
+    base = _base("empty", e)
+    if isinstance(base, Finding):
+        return base
+    if e.case.op == "wgrad":
+        for launch in {x.digest: x for x in reversed(e.launches) if usable(e, x)}.values():
+            wrong = np.zeros(launch.output[0].shape, np.bool_)
+            wrong[groups] = bits(launch.output[0][groups]) != 0
+            zeros = np.zeros(launch.output[0].shape, launch.output[0].dtype)
+            what = f"launch {launch.label!r}: {{count}}, of experts without tokens, are not +0"
+            if finding := _found("empty", e, what, launch, [wrong], [zeros]):
+                return finding
+        return None
+    if e.answer is None:
+        return _freivalds("empty", e, base)
+    near = np.zeros(owned(e.case, base.output[0]).shape, np.bool_)
+    ends = np.cumsum(e.case.sizes)
+    filled = [g for g, size in enumerate(e.case.sizes) if size]
+    for g in groups:
+        before = max((f for f in filled if f < g), default=None)
+        after = min((f for f in filled if f > g), default=None)
+        for f in (before, after):
+            if f is not None:
+                near[ends[f] - e.case.sizes[f] : ends[f]] = True
+    answer = _answer(e)
+    lo, hi = (owned(e.case, end) for end in answer.interval(e.build.accumulator, base.output[0].dtype))
+    out = owned(e.case, base.output[0])
+    want = round_to(owned(e.case, answer.value), out.dtype)
+    what = "{count}, in groups next to an empty one, are outside their interval"
+    return _found("empty", e, what, base, [near & outside(out, lo, hi)], [want]) or _tail(e, "empty")
+
+
+def special(e: Evidence) -> Result:
+    """NaN exactly where it must be, infinities with their sign, and neither anywhere else."""
+    if e.case.family != "special":
+        return SILENT
+    base = _base("special", e)
+    if isinstance(base, Finding):
+        return base
+    if isinstance(e.answer, MXArray):
+        got, true = (_decoded(e.case, *arrays) for arrays in (base.output, (e.answer.elements, e.answer.scales)))
+        wrong = np.isnan(got) != np.isnan(true)
+        what = "{count} are NaN and should not be, or should be and are not"
+        return _found("special", e, what, base, [wrong], [e.answer.elements])
+    if e.answer is None:
+        return _freivalds("special", e, base)
+    value = owned(e.case, e.answer.value)
+    out = owned(e.case, base.output[0])
+    want = round_to(value, out.dtype)
+    x, true = out.astype(np.float64), want.astype(np.float64)
+    right = np.where(np.isnan(true), np.isnan(x), np.where(np.isinf(true), x == true, np.isfinite(x)))
+    return _found("special", e, "{count} are NaN or infinite in the wrong place", base, [~right], [want])
+
+
+def lineage(e: Evidence) -> Result:
+    """The bytes of the accepted build that this one replaces."""
+    if e.build.replaces is None:
+        return SILENT
+    base = _base("lineage", e)
+    if isinstance(base, Finding):
+        return base
+    if e.ancestor is None or not usable(e, e.ancestor):
+        return _unsure("lineage", f"{e.build.replaces} gave no output to compare with")
+    want = [owned(e.case, a) for a in e.ancestor.output]
+    what = f"{{count}} are not those of {e.build.replaces}"
+    return _found("lineage", e, what, base, different(e.case, base, e.ancestor), want)
+
+
+def _decoded(case: Case, elements: Array, scales: Array) -> NDArray[np.float64]:
+    """float64 values of a quantized array, its axis from the case."""
+    axis = int(case.routing.removeprefix("axis"))
+    spread = np.repeat(scale_value(scales.view(np.uint8)), 32, axis=axis)
+    with np.errstate(invalid="ignore"):
+        return decode(elements.view(np.uint8), case.formats[0]) * spread
+
+
+def _freivalds(gate: str, e: Evidence, base: Launch) -> Result:
+    """What a case too large for an exact answer has instead."""
+    return _unsure(gate, f"{e.case.id} has no exact answer")
+
+
+GATE_FUNCTIONS: Mapping[str, Callable[[Evidence], Result]] = MappingProxyType(
+    {
+        "contract": contract,
+        "reproducible": reproducible,
+        "padding": padding,
+        "exact": exact,
+        "bounded": bounded,
+        "empty": empty,
+        "special": special,
+        "lineage": lineage,
+    }
+)
+assert tuple(GATE_FUNCTIONS) == GATES
+
+
+def run_gates(e: Evidence) -> tuple[Mapping[str, Outcome], tuple[Finding, ...]]:
+    """Every gate on the evidence: the outcome of each, and what was found."""
+    outcomes: dict[str, Outcome] = {}
+    findings: list[Finding] = []
+    for name, gate in GATE_FUNCTIONS.items():
+        result = gate(e)
+        if isinstance(result, Finding):
+            findings.append(result)
+            outcomes[name] = Outcome.INCONCLUSIVE if result.inconclusive else Outcome.REJECT
+        else:
+            outcomes[name] = Outcome.SILENT if result is SILENT else Outcome.PASS
+    return outcomes, tuple(findings)

@@ -1,0 +1,281 @@
+"""What people read (tables and first screens on a terminal) and what machines read (JSON, JUnit XML).
+
+Tables fit in 100 columns. Piped output is plain text: no colour, no box drawing, no control characters.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TextIO
+from xml.etree import ElementTree
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from mxgate.conformance.run import RunReport
+from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict
+
+WIDTH = 100
+WHERE = 8  # coordinate lines of a first screen; all of them are in the JSONL
+_STYLES = {"pass": "green", "accept": "bold green", "reject": "bold red", "inconclusive": "yellow", "skip": "dim"}
+_CELLS = {"silent": "-", "reject": "REJECT", "inconclusive": "unsure", "skip": "skip"}
+_HEADS = {"reproducible": "reprod."}
+# Characters that XML 1.0 cannot hold, whatever a build put into its error message.
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console of at most 100 columns; plain when the stream is no terminal."""
+    stream = stream or sys.stdout
+    plain = Console(file=stream, highlight=False, markup=False, emoji=False)
+    width = min(WIDTH, plain.width) if plain.is_terminal else WIDTH
+    return Console(file=stream, highlight=False, markup=False, emoji=False, width=width, soft_wrap=False)
+
+
+def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], right: Iterable[str] = ()) -> None:
+    """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column."""
+    grid = Table(box=SIMPLE_HEAD if to.is_terminal else None, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    cells = [list(row) for row in rows]
+    for i, name in enumerate(columns):
+        last = i == len(columns) - 1
+        widest = max([len(name), *(len(row[i]) for row in cells)])
+        grid.add_column(
+            Text(name, style="bold"),
+            justify="right" if name in right else "left",
+            no_wrap=not last,
+            min_width=min(widest, 12 if last else 44),
+            overflow="fold" if last else "ellipsis",
+        )
+    for row in cells:
+        grid.add_row(*row)
+    to.print(grid)
+
+
+def say(to: Console, line: str | Text = "", indent: int = 0) -> None:
+    """Print a line; a terminal wraps it with a hanging indent, a file keeps it whole."""
+    text = line if isinstance(line, Text) else Text(line)
+    if to.is_terminal:
+        to.print(Padding(text, (0, 0, 0, indent)) if indent else text)
+    else:
+        to.print(Text(" " * indent) + text, soft_wrap=True)
+
+
+def cell(word: str) -> Text:
+    """An outcome or a verdict as a coloured word."""
+    return Text(_CELLS.get(word, word), style=_STYLES.get(word, ""))
+
+
+def print_run(report: RunReport, to: Console) -> None:
+    """The table (build x gate) and, for everything that was not accepted, a first screen."""
+    rows = [
+        [
+            Text(verdict.build),
+            *(cell(verdict.gates.get(gate, Outcome.SILENT).value) for gate in GATES),
+            Text(verdict.word.upper() if verdict.word == "reject" else verdict.word, style=_STYLES[verdict.word]),
+        ]
+        for verdict in report.verdicts
+    ]
+    table(to, ["build", *(_HEADS.get(gate, gate) for gate in GATES), "verdict"], rows)
+    to.print()
+    for verdict in report.verdicts:
+        if verdict.word in ("reject", "inconclusive"):
+            _first_screen(verdict, report, to)
+    skipped = [verdict for verdict in report.verdicts if verdict.word == "skip"]
+    for verdict in skipped:
+        say(to, f"skip {verdict.build}: {verdict.reason}")
+    say(to, summary(report))
+    for warning in report.warnings:
+        say(to, f"note: {warning}")
+
+
+def summary(report: RunReport) -> str:
+    """One line: how many of each verdict, and where the results came from."""
+    words = [verdict.word for verdict in report.verdicts]
+    names = {"accept": "accepted", "reject": "rejected", "inconclusive": "inconclusive", "skip": "skipped"}
+    counts = ", ".join(f"{words.count(word)} {name}" for word, name in names.items() if words.count(word))
+    tier = report.settings.tier
+    line = f"{counts or 'no builds'} ({tier} tier): {report.ran} results in {report.seconds:.1f} s"
+    if report.resumed:
+        line += f", {report.resumed} kept from before"
+    if report.settings.shard != (1, 1):
+        line += f"; shard {report.settings.shard[0]}/{report.settings.shard[1]}, {report.missing} results still missing"
+    return line
+
+
+def first_finding(verdict: Verdict, results: Iterable[CaseResult]) -> tuple[CaseResult, Finding] | None:
+    """The finding to show first: what decided the verdict, in the order of the gates and then of the cases."""
+    found = [
+        (f.inconclusive, GATES.index(f.gate), i, result, f)
+        for i, result in enumerate(r for r in results if r.build == verdict.build)
+        for f in result.findings
+    ]
+    if not found:
+        return None
+    best = min(found, key=lambda item: item[:3])
+    return best[3], best[4]
+
+
+def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:
+    say(to, Text(f"{verdict.word.upper()} {verdict.build}: {verdict.reason}", style=_STYLES[verdict.word]))
+    first = first_finding(verdict, report.results)
+    if first is None:
+        say(to, _advice(verdict, report), 2)
+        to.print()
+        return
+    result, finding = first
+    say(to, f"{finding.gate} on {result.case}: {finding.what}", 2)
+    for line in finding.where[:WHERE]:
+        say(to, line, 4)
+    if len(finding.where) > WHERE:
+        say(to, f"... {len(finding.where) - WHERE} more lines in results.jsonl", 4)
+    for gate in GATES:
+        others = [r for r in report.results if r.build == verdict.build and r.gates.get(gate) is Outcome.REJECT]
+        if gate != finding.gate and others:
+            say(to, f"also {gate} on {_cases(others)}", 2)
+    if not finding.inconclusive:
+        say(to, f"next: mxgate explain --build {verdict.build} --case '{result.case}'", 2)
+    to.print()
+
+
+def _advice(verdict: Verdict, report: RunReport) -> str:
+    missing = [gate for gate in GATES if verdict.gates.get(gate) is Outcome.SILENT]
+    if report.settings.gates != GATES:
+        return f"only {', '.join(report.settings.gates)} was asked for; an accept needs every gate"
+    if verdict.reason.endswith("have no result yet"):
+        return "next: run the other shards into the same --out, then mxgate report"
+    return f"nothing on these cases speaks to {', '.join(missing)}; run more cases" if missing else "run more cases"
+
+
+def _cases(results: Sequence[CaseResult]) -> str:
+    return results[0].case if len(results) == 1 else f"{len(results)} cases, {results[0].case} first"
+
+
+def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:
+    """The run as one JSON document: verdicts with their gates, the first finding of each, and the counts."""
+    verdicts = []
+    for build, verdict in zip(report.builds, report.verdicts, strict=True):
+        first = first_finding(verdict, report.results)
+        verdicts.append(
+            {
+                "build": verdict.build,
+                "op": build.op,
+                "verdict": verdict.word,
+                "reason": verdict.reason,
+                "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
+                "first_finding": None
+                if first is None
+                else {
+                    "case": first[0].case,
+                    "gate": first[1].gate,
+                    "what": first[1].what,
+                    "where": list(first[1].where),
+                    "count": first[1].count,
+                },
+            }
+        )
+    return {
+        "command": "run",
+        "tier": report.settings.tier,
+        "verdicts": verdicts,
+        "cases": [case.id for case in report.cases],
+        "ran": report.ran,
+        "resumed": report.resumed,
+        "missing": report.missing,
+        "seconds": round(report.seconds, 3),
+        "warnings": list(report.warnings),
+        "exit": report.exit_code,
+        **extra,
+    }
+
+
+def junit(report: RunReport) -> bytes:
+    """JUnit XML: a suite a build, a testcase a case and gate; what did not conclude is an error, silence is skipped."""
+    root = ElementTree.Element("testsuites", name="mxgate")
+    totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for build in report.builds:
+        suite = ElementTree.SubElement(root, "testsuite", name=build.id)
+        counts = dict.fromkeys(totals, 0)
+        seconds = 0.0
+        for result in (r for r in report.results if r.build == build.id):
+            seconds += result.seconds
+            gates = GATES if result.skipped is not None else tuple(result.gates)
+            for gate in gates:
+                case = ElementTree.SubElement(
+                    suite,
+                    "testcase",
+                    classname=build.id.replace("/", "."),
+                    name=f"{result.case} {gate}",
+                    time=f"{result.seconds / len(gates):.4f}",
+                )
+                counts["tests"] += 1
+                _outcome(case, result, gate, counts)
+        for name, value in counts.items():
+            suite.set(name, str(value))
+            totals[name] += value
+        suite.set("time", f"{seconds:.3f}")
+    for name, value in totals.items():
+        root.set(name, str(value))
+    ElementTree.indent(root)
+    return bytes(ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)) + b"\n"
+
+
+def _outcome(case: ElementTree.Element, result: CaseResult, gate: str, counts: dict[str, int]) -> None:
+    outcome = result.gates.get(gate)
+    if result.skipped is not None or outcome is Outcome.SILENT:
+        counts["skipped"] += 1
+        reason = result.skipped or "this gate has nothing to say about this case"
+        ElementTree.SubElement(case, "skipped", message=_xml(reason))
+    elif outcome is not Outcome.PASS:
+        rejected = outcome is Outcome.REJECT
+        counts["failures" if rejected else "errors"] += 1
+        findings = [f for f in result.findings if f.gate == gate]
+        message = "; ".join(f.what for f in findings) or "no finding"
+        element = ElementTree.SubElement(case, "failure" if rejected else "error", message=_xml(message), type=gate)
+        element.text = _xml("\n".join(line for f in findings for line in f.where))
+
+
+def _xml(text: str) -> str:
+    return _NOT_XML.sub("?", text)
+
+
+class Watch:
+    """Progress on standard error, if it is a terminal and the work takes more than two seconds. A context manager."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._began = time.monotonic()
+        self._progress: Progress | None = None
+        self._task: Any = None
+
+    def __enter__(self) -> Callable[[int, int, str], None]:
+        return self._step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _step(self, done: int, total: int, at: str) -> None:
+        if self._progress is None:
+            if not sys.stderr.isatty() or time.monotonic() - self._began < 2.0:
+                return
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[at]}"),
+            )
+            self._progress = Progress(*columns, console=console(sys.stderr), transient=True)
+            self._task = self._progress.add_task(self._what, total=total, at="")
+            self._progress.start()
+        self._progress.update(self._task, completed=done, total=total, at=at[:40])

@@ -1,0 +1,529 @@
+"""The runner: builds x cases -> launches in children -> evidence -> gates -> one line of JSON each, as they come.
+
+Work is ordered by case, so that every build of an op shares the case's operands and its exact answer; threads drive the
+children. A result is one line of results.jsonl, written whole and synced before the next begins: a run that is killed
+at any moment leaves at most one torn line, which the next run cuts off. A line counts again only under the same stamp
+(tier, limits, gates, and a hash of the oracle's and the gates' own source) and the same build fingerprint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import math
+import os
+import platform
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mxgate.oracle
+from mxgate.conformance import data, gates
+from mxgate.conformance.case import Case
+from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands
+from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict, judge
+from mxgate.conformance.worker import Child, ChildError, Limits, Stopped
+from mxgate.kernels import build as build_module
+from mxgate.kernels.build import Build, registry
+
+STATE = Path(".mxgate")
+HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
+LARGE = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run. shard: (i, n), 1 <= i <= n. gates: those that may reject; fewer than all is never an Accept."""
+
+    tier: str = "smoke"
+    jobs: int = 1
+    shard: tuple[int, int] = (1, 1)
+    limits: Limits = field(default_factory=Limits)
+    gates: tuple[str, ...] = GATES
+    fresh: bool = False
+
+    @property
+    def stamp(self) -> str:
+        """What a result depends on besides the build and the case."""
+        only = "all" if self.gates == GATES else "+".join(self.gates)
+        return f"{self.tier} {self.limits.seconds:g}s {self.limits.memory:g}GiB {only} {code_version()}"
+
+
+@functools.cache
+def code_version() -> str:
+    """A hash of everything besides a build that a result depends on: our own source, Python and the machine type."""
+    total = hashlib.sha256(f"{platform.python_version()} {platform.machine()} {np.__version__}".encode())
+    for package in (mxgate.oracle.__file__, __file__):
+        for path in sorted(Path(str(package)).parent.glob("*.py")):
+            if not path.name.startswith(("test_", "conftest", "bench", "report", "__main__", "timing")):
+                total.update(path.name.encode() + path.read_bytes())
+    total.update(Path(build_module.__file__).read_bytes())
+    return total.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# results.jsonl
+
+Key = tuple[str, str, str, str]  # build, fingerprint, case, stamp
+
+
+def to_line(result: CaseResult, stamp: str) -> str:
+    """A result as one line of JSON."""
+    record = {
+        "build": result.build,
+        "fingerprint": result.fingerprint,
+        "case": result.case,
+        "stamp": stamp,
+        "outcome": result.outcome.value,
+        "gates": {gate: outcome.value for gate, outcome in result.gates.items()},
+        "findings": [
+            {
+                "gate": f.gate,
+                "what": f.what,
+                "where": list(f.where),
+                "count": int(f.count),
+                "detail": f.detail,
+                "inconclusive": f.inconclusive,
+            }
+            for f in result.findings
+        ],
+        "seconds": round(result.seconds, 4),
+        "skipped": result.skipped,
+    }
+    return json.dumps(_plain(record), allow_nan=False)
+
+
+def from_line(line: str) -> tuple[Key, CaseResult]:
+    """The inverse of to_line. Raises ValueError for anything that to_line does not write."""
+    try:
+        record = json.loads(line)
+        texts = [record[name] for name in ("build", "fingerprint", "case", "stamp")]
+        seconds, skipped = record["seconds"], record["skipped"]
+        findings = tuple(
+            Finding(f["gate"], f["what"], tuple(f["where"]), f["count"], dict(f["detail"]), f["inconclusive"])
+            for f in record["findings"]
+        )
+        outcomes = {gate: Outcome(value) for gate, value in record["gates"].items()}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not a result: {type(error).__name__} {error}") from None
+    well_typed = (
+        all(isinstance(text, str) for text in texts)
+        and isinstance(seconds, int | float)
+        and (skipped is None or isinstance(skipped, str))
+        and set(outcomes) <= set(GATES)
+        and (bool(outcomes) or skipped is not None)
+        and all(
+            isinstance(f.what, str)
+            and f.gate in GATES
+            and isinstance(f.count, int)
+            and isinstance(f.inconclusive, bool)
+            and all(isinstance(line, str) for line in f.where)
+            for f in findings
+        )
+    )
+    if not well_typed:
+        raise ValueError("not a result: a field has the wrong type")
+    build, fingerprint, case, stamp = texts
+    result = CaseResult(build, fingerprint, case, outcomes, findings, float(seconds), skipped)
+    return (build, fingerprint, case, stamp), result
+
+
+def _plain(value: Any) -> Any:
+    """JSON types only: NumPy scalars as Python's, NaN and infinity as words."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+class Journal:
+    """results.jsonl of one directory, open for appending; several runs (shards) may share it.
+
+    Opening cuts off a torn last line. earlier: the results in it, the last one of each key. strange: one message for
+    each line that is not a result; such lines are left alone.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "results.jsonl"
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._lock = threading.Lock()
+        with self._alone():
+            text = self.path.read_bytes()
+            if (whole := text.rfind(b"\n") + 1) < len(text):
+                os.ftruncate(self._file, whole)
+        self.earlier, self.strange = read_results(self.path)
+
+    def append(self, result: CaseResult, stamp: str) -> None:
+        line = to_line(result, stamp).encode() + b"\n"
+        with self._lock, self._alone():
+            view = memoryview(line)
+            while view:
+                view = view[os.write(self._file, view) :]
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def read_results(path: Path) -> tuple[dict[Key, CaseResult], list[str]]:
+    """The results in a JSONL file by key, and a message for each line that is none (a torn last one aside)."""
+    results: dict[Key, CaseResult] = {}
+    strange = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            key, result = from_line(line.decode())
+        except ValueError as error:
+            strange.append(f"{path} line {number} is left out: {str(error)[:120]}")
+        else:
+            results[key] = result
+    return results, strange
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One build on one case
+
+
+class _Context:
+    """What all builds share on a case: operands by poison, answers by profile, ancestors' launches. Made on demand."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.lock = threading.RLock()
+        self._operands: dict[str, Operands] = {}
+        self._answers: dict[str, Any] = {}
+        self.ancestors: dict[str, Launch | None] = {}
+
+    def operands(self, variant: str) -> Operands:
+        with self.lock:
+            if variant not in self._operands:
+                made = data.operands(self.case, variant)
+                size = sum(a.nbytes for a in made.arrays.values() if isinstance(a, np.ndarray))
+                if size > LARGE:
+                    self._operands = dict(list(self._operands.items())[:1])
+                self._operands[variant] = made
+            return self._operands[variant]
+
+    def answer(self, build: Build, variant: str) -> Any:
+        with self.lock:
+            profile = build.profile if build.op == "quantize" else ""
+            if profile not in self._answers:
+                self._answers[profile] = data.answer(self.case, self.operands(variant), profile=build.profile)
+            return self._answers[profile]
+
+
+class Runner:
+    """Children and case contexts, shared by the threads of one run. Use as a context manager: it leaves no child."""
+
+    def __init__(self, settings: Settings, stop: threading.Event | None = None) -> None:
+        self.settings = settings
+        self.stop = stop or threading.Event()
+        self._lock = threading.Lock()
+        self._idle: list[Child] = []
+        self._all: set[Child] = set()
+        self._contexts: OrderedDict[str, _Context] = OrderedDict()
+        self._hangs: dict[str, int] = defaultdict(int)
+        # One set of threads for the life of the runner: Linux kills a child when the thread that started it ends.
+        self._threads = ThreadPoolExecutor(settings.jobs)
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self.stop.set()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            for child in self._all:
+                child.close()
+            self._all.clear()
+            self._idle.clear()
+
+    def examine(self, build: Build, case: Case) -> tuple[CaseResult, Evidence | None]:
+        """Run every launch that the gates need and judge them. The evidence is None where nothing was launched.
+
+        Raises Stopped when the run is being stopped."""
+        began = time.monotonic()
+        fingerprint = _fingerprint(build)
+
+        def result(
+            outcomes: Mapping[str, Outcome], findings: tuple[Finding, ...], skip: str | None = None
+        ) -> CaseResult:
+            return CaseResult(build.id, fingerprint, case.id, outcomes, findings, time.monotonic() - began, skip)
+
+        if (reason := build.declines(case)) is not None:
+            return result({}, (), reason), None
+        if self._hangs[build.id] >= HANGS:
+            what = f"not run: the build hung on {HANGS} cases before this one"
+            return result({"contract": Outcome.INCONCLUSIVE}, (Finding("contract", what, inconclusive=True),)), None
+        context = self._context(case)
+        plan = gates.plan(build, case, self.settings.tier)
+        base = context.operands(plan[0].variant)
+        try:
+            launches = self._launch(build, context, plan)
+        except _Declined as declined:
+            return result({}, (), str(declined)), None
+        if any(launch.error and launch.error.startswith("no answer within") for launch in launches):
+            self._hangs[build.id] += 1
+        evidence = Evidence(
+            build,
+            case,
+            base,
+            context.answer(build, plan[0].variant),
+            plan,
+            launches,
+            self._ancestor(build, context, plan),
+        )
+        try:
+            outcomes, findings = gates.run_gates(evidence)
+        except Exception as error:  # a judge that fails costs its case and is no pass; the others go on
+            what = f"a gate failed to judge this: {type(error).__name__}: {error}"
+            return result({"contract": Outcome.INCONCLUSIVE}, (Finding("contract", what, inconclusive=True),)), evidence
+        only = self.settings.gates
+        outcomes = {gate: outcome for gate, outcome in outcomes.items() if gate in only}
+        return result(outcomes, tuple(f for f in findings if f.gate in only)), evidence
+
+    def each(self, pairs: Iterable[tuple[Build, Case]]) -> Iterator[tuple[Build, Case, CaseResult, Evidence | None]]:
+        """Examine the pairs on settings.jobs threads, yielding each when it is done."""
+        pending: dict[Future[tuple[CaseResult, Evidence | None]], tuple[Build, Case]] = {}
+        remaining = iter(pairs)
+        while True:
+            # A short queue: the evidence of a finished pair is dropped before more of it piles up.
+            while len(pending) < self.settings.jobs and (pair := next(remaining, None)) is not None:
+                pending[self._threads.submit(self.examine, *pair)] = pair
+            if not pending:
+                return
+            for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                yield *pending.pop(future), *future.result()
+
+    def given_up(self, result: CaseResult) -> bool:
+        """True for a case that was not run because of earlier hangs: such a result is not kept."""
+        return any(f.inconclusive and f.what.startswith("not run: the build hung") for f in result.findings)
+
+    def _launch(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> tuple[Launch, ...]:
+        """Every launch of the plan, up to the one in which the build took its process down."""
+        done: dict[str, Launch] = {}
+        processes = list(dict.fromkeys(spec.process for spec in plan))
+        for process in processes:
+            specs = [spec for spec in plan if spec.process == process]
+            try:
+                child = self.borrow(build, fresh=process != 0)
+            except ChildError as error:
+                done[specs[0].label] = Launch(specs[0], f"cannot be loaded: {error}", (), "")
+                break
+            try:
+                for spec in specs:
+                    operands = context.operands(spec.variant)
+                    for name in operands.extra or {}:
+                        if name not in child.keywords:
+                            raise _Declined(f"takes no {name}")
+                    done[spec.label] = child.launch(context.case, spec, operands)
+                    if not child.alive:
+                        break
+            finally:
+                self.give_back(child, keep=process == 0)
+            if not child.alive and done[specs[-1].label if specs[-1].label in done else list(done)[-1]].error:
+                break
+        return tuple(done[spec.label] for spec in plan if spec.label in done)
+
+    def _ancestor(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> Launch | None:
+        if build.replaces is None:
+            return None
+        with context.lock:
+            if build.replaces not in context.ancestors:
+                older = registry().get(build.replaces)
+                known = older is not None and older.declines(context.case) is None
+                spec = LaunchSpec("ancestor", variant=plan[0].variant)
+                launches = self._launch(older, context, [spec]) if older is not None and known else ()
+                context.ancestors[build.replaces] = launches[0] if launches else None
+            return context.ancestors[build.replaces]
+
+    def _context(self, case: Case) -> _Context:
+        with self._lock:
+            if case.id not in self._contexts:
+                self._contexts[case.id] = _Context(case)
+            self._contexts.move_to_end(case.id)
+            while len(self._contexts) > self.settings.jobs + 1:
+                self._contexts.popitem(last=False)
+            return self._contexts[case.id]
+
+    def borrow(self, build: Build, *, fresh: bool = False) -> Child:
+        """A child with the build loaded: an idle one, or a new one. Raises ChildError, Stopped."""
+        if self.stop.is_set():
+            raise Stopped
+        with self._lock:
+            for child in self._idle if not fresh else ():
+                if child.build == build and child.alive:
+                    self._idle.remove(child)
+                    return child
+        child = Child(build, self.settings.limits, self.stop)
+        with self._lock:
+            self._all.add(child)
+        return child
+
+    def give_back(self, child: Child, *, keep: bool = True) -> None:
+        with self._lock:
+            if keep and child.alive:
+                self._idle.append(child)
+            spare = [] if keep and child.alive else [child]
+            while len(self._idle) > max(8, 2 * self.settings.jobs):
+                spare.append(self._idle.pop(0))
+            self._all.difference_update(spare)
+        for one in spare:
+            one.close()
+
+
+class _Declined(Exception):
+    """The callable takes no keyword that the case needs."""
+
+
+@functools.cache
+def _fingerprint(build: Build) -> str:
+    return build.fingerprint()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Many builds on many cases
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a run, or several shards of one, found.
+
+    results: in the plan's order, those of other shards in the same folder included. missing: pairs of the plan that
+    have no result yet. ran, resumed: how many results are new and how many were there before. warnings: lines of
+    results.jsonl that are not results.
+    """
+
+    builds: tuple[Build, ...]
+    cases: tuple[Case, ...]
+    settings: Settings
+    results: tuple[CaseResult, ...]
+    verdicts: tuple[Verdict, ...]
+    missing: int
+    ran: int
+    resumed: int
+    seconds: float
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 all accepted, 1 something rejected, 3 something inconclusive; a shard is only asked about its own share.
+
+        Builds that were skipped count for nothing, but a run in which nothing was judged is inconclusive."""
+        seen = {verdict.word for verdict in self.verdicts} - {"skip"}
+        if "reject" in seen:
+            return 1
+        if self.settings.shard != (1, 1) and self.missing:
+            unsure = any(result.outcome is Outcome.INCONCLUSIVE for result in self.results)
+            return 3 if unsure else 0
+        return 0 if seen == {"accept"} else 3
+
+
+Watch = Callable[[int, int, CaseResult], None]
+
+
+def run(
+    builds: Sequence[Build],
+    cases: Sequence[Case],
+    settings: Settings,
+    out: Path | None,
+    watch: Watch = lambda done, total, result: None,
+    stop: threading.Event | None = None,
+) -> RunReport:
+    """Examine every build on every case of its op; append each result to out/results.jsonl as it comes.
+
+    out None keeps nothing. Raises KeyboardInterrupt when interrupted, with every child gone and every finished result
+    on disk.
+    """
+    began = time.monotonic()
+    journal = Journal(out) if out is not None else None
+    stamp = settings.stamp
+    pairs = [(b, c) for c in order(cases) for b in builds if b.op == c.op]
+    i, n = settings.shard
+    mine = [pair for index, pair in enumerate(pairs) if index % n == i - 1]
+    earlier = journal.earlier if journal is not None and not settings.fresh else {}
+    known: dict[tuple[str, str], CaseResult] = {}
+    for b, c in pairs:
+        if (old := earlier.get((b.id, _fingerprint(b), c.id, stamp))) is not None:
+            known[b.id, c.id] = old
+    todo = [(b, c) for b, c in mine if (b.id, c.id) not in known]
+    try:
+        with Runner(settings, stop) as runner:
+            for number, (_, _, result, _) in enumerate(runner.each(todo), 1):
+                known[result.build, result.case] = result
+                if journal is not None and not runner.given_up(result):
+                    journal.append(result, stamp)
+                watch(number, len(todo), result)
+    finally:
+        if journal is not None:
+            journal.close()
+    return summarise(
+        builds,
+        cases,
+        settings,
+        known,
+        ran=len(todo),
+        resumed=len(mine) - len(todo),
+        seconds=time.monotonic() - began,
+        warnings=tuple(journal.strange) if journal is not None else (),
+    )
+
+
+def summarise(
+    builds: Sequence[Build],
+    cases: Sequence[Case],
+    settings: Settings,
+    known: Mapping[tuple[str, str], CaseResult],
+    **counts: Any,
+) -> RunReport:
+    """Add up the results by (build, case) of a plan. A build of which a pair is missing is at best inconclusive."""
+    pairs = [(b, c) for b in builds for c in cases if b.op == c.op]
+    found: dict[str, list[CaseResult]] = {b.id: [] for b in builds}
+    lacking: dict[str, int] = dict.fromkeys(found, 0)
+    for b, c in pairs:
+        if (b.id, c.id) in known:
+            found[b.id].append(known[b.id, c.id])
+        else:
+            lacking[b.id] += 1
+    verdicts = []
+    for b in builds:
+        verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None)
+        if lacking[b.id] and verdict.word != "reject":
+            verdict = replace(verdict, word="inconclusive", reason=f"{lacking[b.id]} cases have no result yet")
+        verdicts.append(verdict)
+    results = tuple(result for b in builds for result in found[b.id])
+    return RunReport(
+        tuple(builds), tuple(cases), settings, results, tuple(verdicts), missing=sum(lacking.values()), **counts
+    )
+
+
+def order(cases: Iterable[Case]) -> list[Case]:
+    """Largest first within the op, so that no long case is left for the end; the op's builds stay warm."""
+    return sorted(cases, key=lambda c: (c.op, -c.n * c.k * max(c.tokens, 1)))

@@ -1,0 +1,703 @@
+"""A build in a child process: what it may break there, and how its answers come back.
+
+The runner never imports a build. It starts `python -m mxgate.conformance.worker FD` in a session of its own and talks
+to it over a socket, so whatever the build prints, forks, leaks, closes, raises or overwrites stays in that session, and
+the session is killed as a whole. A child loads one build, once, and serves launches until the socket closes; a "fresh"
+launch is one more child.
+
+In the child every operand ends flush against a page that nobody may touch: reading or writing one byte past a plane is
+a SIGSEGV (on macOS a SIGBUS), hence a rejection that names its signal. The bytes before it hold a pattern that is
+compared after each launch, and so are the operands. Memory that the build allocates for itself is filled with the
+launch's byte: through glibc's M_PERTURB where there is glibc, and through numpy.empty and numpy.empty_like everywhere.
+
+Children run their BLAS on one thread: the runner keeps the cores busy with several of them, and "the same bytes again"
+then means the same thing on every machine.
+
+What this does not stop: a build that means harm. It isolates mistakes, it is not a sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mxgate.conformance.case import Case
+from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
+from mxgate.kernels.build import OPS, Build, BuildError
+
+CANARY = 0xA5
+MARGIN = 256  # canary bytes kept in front of every operand and output
+GAP = 40  # elements between the rows of a pitched output
+GIB = 1 << 30
+_TAIL = 4000  # bytes of what a build printed that are kept
+_STEP = 0.02  # seconds between two looks at a busy child's memory
+_CLOSED = 117  # the exit status of a child whose channel was closed under it
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """seconds: the longest that one launch may take. memory: GiB of resident memory of the child."""
+
+    seconds: float = 60.0
+    memory: float = 8.0
+
+
+class ChildError(Exception):
+    """Why a child gave no answer, as the words of Launch.error. The child is gone."""
+
+
+class Stopped(Exception):
+    """The run is being stopped; the launch that was under way counts for nothing."""
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _bytes(array: Array) -> NDArray[np.uint8]:
+    """The bytes of a C-contiguous array, flat and without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def build_from(record: Mapping[str, Any]) -> Build:
+    """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
+    fields = dict(record)
+    for name in ("formats", "out_dtypes", "requires", "sources"):
+        fields[name] = tuple(fields[name])
+    fields["options"] = tuple((key, value) for key, value in fields["options"])
+    return Build(**fields)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The runner's side
+
+
+def _environment() -> dict[str, str]:
+    one = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+    # Without glibc's per-thread cache every malloc, however small, honours M_PERTURB.
+    return {
+        **os.environ,
+        **dict.fromkeys(one, "1"),
+        "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class Child:
+    """One child process with one build loaded.
+
+    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`) that its callable takes. Raises ChildError
+    when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child closes
+    itself.
+    """
+
+    def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
+        self.build, self.limits, self.stop = build, limits, stop or threading.Event()
+        self.served = 0
+        self._case = ""
+        self._known: set[str] = set()
+        self._tail = b""
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mxgate.conformance.worker", str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(theirs.fileno(),),
+            env=_environment(),
+            start_new_session=True,
+        )
+        theirs.close()
+        assert self._process.stdout is not None
+        self._printed = self._process.stdout.fileno()
+        os.set_blocking(self._printed, False)
+        ours.settimeout(max(limits.seconds, 30.0))  # for a child that stops reading; answers have their own deadline
+        reply, _ = self._ask({"do": "load", "build": asdict(build)}, (), max(limits.seconds, 60.0))
+        if "error" in reply:
+            self.close()
+            raise ChildError(str(reply["error"]))
+        self.keywords: frozenset[str] = frozenset(reply["keywords"])
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None and self._socket.fileno() >= 0
+
+    def launch(self, case: Case, spec: LaunchSpec, operands: Operands) -> Launch:
+        """Call the build once. Never raises for anything that the build does; Stopped when the run is stopped."""
+        try:
+            self._upload(case, spec.variant, operands)
+            shape, dtype = _result(case, operands)
+            asked = {
+                "do": "call",
+                "variant": spec.variant,
+                "fill": spec.fill,
+                "out": spec.out if "out" in self.keywords else "none",
+                "out_dtype": None if case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype,
+                "shape": shape,
+                "dtype": dtype,
+                "most": _most(shape),
+            }
+            reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
+        except ChildError as error:
+            return Launch(spec, str(error), (), "")
+        self.served += 1
+        if "error" in reply:
+            return Launch(spec, str(reply["error"]), (), "")
+        output = tuple(
+            blob.view(_dtype(part["dtype"])).reshape(part["shape"])
+            for part, blob in zip(reply["parts"], blobs, strict=True)
+        )
+        return Launch(
+            spec=spec,
+            error=None,
+            output=output,
+            digest=digest(output),
+            canaries=reply["canaries"],
+            inputs_changed=tuple(reply["inputs_changed"]),
+            aliases=reply["aliases"],
+        )
+
+    def clock(self, case: Case, variant: str, operands: Operands, seconds: float) -> tuple[list[float], str]:
+        """Call the build over and over for that long: the time of each call in seconds, and the last output's digest.
+
+        Raises ChildError."""
+        self._upload(case, variant, operands)
+        asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": None}
+        if case.op != "quantize" and case.out_dtype != "bfloat16":
+            asked["out_dtype"] = case.out_dtype
+        reply, _ = self._ask(asked, (), self.limits.seconds + seconds)
+        if "error" in reply:
+            raise ChildError(str(reply["error"]))
+        return [float(t) for t in reply["times"]], str(reply["digest"])
+
+    def printed(self) -> str:
+        """The end of what the build has printed."""
+        self._drain()
+        return self._tail.decode(errors="replace")
+
+    def close(self) -> None:
+        """Kill the whole session and wait for the child."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._drain()
+        self._socket.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _upload(self, case: Case, variant: str, operands: Operands) -> None:
+        if case.id != self._case:
+            self._case, self._known = case.id, set()
+        if variant in self._known:
+            return
+        named: dict[str, Any] = {**operands.arrays, **(operands.extra or {})}
+        arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+        header = {
+            "do": "operands",
+            "case": case.id,
+            "variant": variant,
+            "values": {name: value for name, value in named.items() if name not in arrays},
+            "keywords": list(operands.extra or {}),
+            "order": list(operands.arrays),
+            "arrays": [
+                {"name": name, "dtype": a.dtype.name, "shape": a.shape, "tokens": _tokens(case, name, arrays)}
+                for name, a in arrays.items()
+            ],
+        }
+        reply, _ = self._ask(header, [_bytes(a) for a in arrays.values()], self.limits.seconds)
+        if "error" in reply:
+            raise ChildError(str(reply["error"]))
+        self._known.add(variant)
+
+    def _ask(
+        self, header: Mapping[str, Any], blobs: Sequence[Array], seconds: float, most: int = 0
+    ) -> tuple[dict[str, Any], list[Array]]:
+        if self._socket.fileno() < 0:
+            raise ChildError("had already ended")
+        try:
+            _send(self._socket, header, blobs)
+            deadline = time.monotonic() + seconds
+            return _receive(functools.partial(self._fill, deadline, seconds), most)
+        except Stopped:
+            self.close()
+            raise
+        except ChildError:
+            self.close()
+            raise
+        except TimeoutError:
+            self.close()
+            raise ChildError("stopped reading its operands") from None
+        except (OSError, EOFError):
+            raise ChildError(self._obituary()) from None
+        except (ValueError, KeyError, TypeError):
+            self.close()
+            raise ChildError("wrote over the channel to the runner: its answer cannot be read") from None
+
+    def _fill(self, deadline: float, seconds: float, into: memoryview) -> None:
+        """Read exactly len(into) bytes, watching the clock, the memory, the process and what it prints."""
+        done = 0
+        while done < len(into):
+            watched: list[Any] = [self._socket, self._printed]
+            ready = select.select(watched, [], [], _STEP)[0]
+            if self._printed in ready and not self._drain():
+                # Its end of the pipe is closed: no use in asking again, so sleep on the socket alone.
+                ready = select.select([self._socket], [], [], _STEP)[0]
+            if self._socket in ready:
+                got = self._socket.recv_into(into[done:])
+                if got == 0:
+                    raise EOFError
+                done += got
+                continue
+            if self.stop.is_set():
+                raise Stopped
+            if self._process.poll() is not None:
+                raise EOFError
+            if time.monotonic() > deadline:
+                raise ChildError(f"no answer within {seconds:g} s")
+            if resident(self._process.pid) > self.limits.memory * GIB:
+                raise ChildError(f"exceeded {self.limits.memory:g} GiB")
+
+    def _drain(self) -> bool:
+        """Keep the end of what was printed; False once nothing more can come."""
+        try:
+            while text := os.read(self._printed, 65536):
+                self._tail = (self._tail + text)[-_TAIL:]
+        except BlockingIOError:
+            return True
+        except (OSError, ValueError):
+            pass
+        return False
+
+    def _obituary(self) -> str:
+        """Why the child ended, in words."""
+        try:
+            status = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return "closed its channel to the runner"
+        self.close()
+        last = self._tail.decode(errors="replace")
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-status).name}{_crash_site(last)}"
+            return f"killed by signal {-status}"
+        if status == _CLOSED:
+            return "closed its channel to the runner"
+        return f"ended its process with status {status} instead of answering"
+
+
+def _crash_site(printed: str) -> str:
+    """Where the fault handler says that the child was, as " at mine.py:12", or the last line that was printed."""
+    _, _, trace = printed.partition("most recent call first):")
+    for line in trace.splitlines():
+        if 'File "' in line and "conformance/worker.py" not in line:
+            path, _, rest = line.partition('File "')[2].partition('", line ')
+            return f" at {os.path.basename(path)}:{rest.split()[0]}"
+    return ""
+
+
+def _result(case: Case, operands: Operands) -> tuple[tuple[int, ...], str]:
+    """The shape of what the op gives on these operands (quantize: of its elements), and its dtype."""
+    arrays = operands.arrays
+    if case.op == "forward":
+        return (arrays["x"].shape[0], arrays["w"].shape[1]), case.out_dtype
+    if case.op == "dgrad":
+        return (arrays["dy"].shape[0], arrays["w"].shape[2]), case.out_dtype
+    if case.op == "wgrad":
+        return (len(arrays["offsets"]), arrays["dy_t"].shape[0], arrays["x_t"].shape[0]), case.out_dtype
+    return arrays["x"].shape, "uint8"
+
+
+def _most(shape: tuple[int, ...]) -> int:
+    """Bytes above which something is no result of that shape, whatever its dtype; a wrong one may be larger."""
+    return 32 * int(np.prod(shape)) + (1 << 20)
+
+
+def _tokens(case: Case, name: str, arrays: Mapping[str, Array]) -> tuple[int, int] | None:
+    """(axis, end) of the part of an operand that holds tokens, or None when all of it counts."""
+    op = OPS[case.op]
+    axis = op.padded.get(name)
+    if axis is None or arrays[name].shape[axis] == 0:
+        return None
+    block = arrays[op.operands[0]].shape[axis] // arrays[name].shape[axis]
+    return axis, min(arrays[name].shape[axis], -(-case.tokens // block))
+
+
+def resident(pid: int) -> int:
+    """Bytes of resident memory of a process; 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except FileNotFoundError:
+        if os.path.isdir("/proc/self"):
+            return 0
+    except (OSError, IndexError, ValueError):
+        return 0
+    answer = subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return int(answer.stdout.strip() or 0) * 1024
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The channel: a length, that much JSON, then the raw bytes that the JSON's "sizes" announces
+
+
+def _send(channel: socket.socket, header: Mapping[str, Any], blobs: Sequence[Array]) -> None:
+    text = json.dumps({**header, "sizes": [blob.nbytes for blob in blobs]}).encode()
+    channel.sendall(_LENGTH.pack(len(text)) + text)
+    for blob in blobs:
+        channel.sendall(_bytes(blob).data)
+
+
+def _receive(fill: Callable[[memoryview], None], most: int | None = None) -> tuple[dict[str, Any], list[Array]]:
+    prefix = bytearray(_LENGTH.size)
+    fill(memoryview(prefix))
+    (length,) = _LENGTH.unpack(prefix)
+    if length > 1 << 20:
+        raise ValueError("a header is never that long")
+    text = bytearray(length)
+    fill(memoryview(text))
+    header = json.loads(text)
+    if most is not None and sum(header["sizes"]) > most:
+        raise ValueError("more bytes than any answer has")
+    blobs = []
+    for size in header["sizes"]:
+        blob = np.empty(size, np.uint8)
+        fill(blob.data)
+        blobs.append(blob)
+    return header, blobs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The child's side
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_fill_byte: int | None = None
+
+
+class _Plane:
+    """`size` bytes that end on a page boundary with an untouchable page behind (and another in front).
+
+    data: the bytes. changed(): how many bytes of the margin in front no longer hold the pattern.
+    """
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        body = -(-(size + MARGIN) // page) * page
+        self._map = mmap.mmap(-1, body + 2 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        whole = np.frombuffer(self._map, np.uint8)
+        self._margin = whole[page : page + body - size]
+        self._margin[:] = CANARY
+        self.data = whole[page + body - size : page + body]
+        for guard in (start, start + page + body):
+            if _libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(page), 0):
+                raise OSError(ctypes.get_errno(), "mprotect refused a guard page")
+
+    def changed(self) -> int:
+        return int(np.count_nonzero(self._margin != CANARY))
+
+
+@dataclass
+class _Input:
+    """An operand in its plane, with the bytes that it had when it came."""
+
+    plane: _Plane
+    pristine: Array
+    array: Array
+    tokens: tuple[int, int] | None
+
+    def repair(self) -> bool:
+        """Put the bytes back; True when a token's byte had changed (padding may be zeroed in place)."""
+        if _equal(self.plane.data, self.pristine):
+            return False
+        was = self.pristine.view(self.array.dtype).reshape(self.array.shape)
+        now = self.array
+        if self.tokens is not None:
+            axis, end = self.tokens
+            was, now = (np.ascontiguousarray(a[:end] if axis == 0 else a[:, :end]) for a in (was, now))
+        changed = not _equal(_bytes(was), _bytes(now))
+        self.plane.data[:] = self.pristine
+        return changed
+
+
+def _equal(a: Array, b: Array, step: int = 1 << 24) -> bool:
+    return all(np.array_equal(a[i : i + step], b[i : i + step]) for i in range(0, a.size, step))
+
+
+def _fill_allocations(byte: int | None) -> None:
+    """From now on memory that is allocated and not written holds this byte; None: whatever it held."""
+    global _fill_byte
+    _fill_byte = byte
+    with contextlib.suppress(AttributeError):
+        # M_PERTURB is -6; glibc fills with the complement of the value's low byte, and 0 switches it off.
+        _libc.mallopt(-6, 0 if byte is None else 0x100 | (byte ^ 0xFF))
+
+
+def _filled(allocate: Callable[..., Array]) -> Callable[..., Array]:
+    """numpy.empty or numpy.empty_like with numbers (and only numbers) filled with the launch's byte."""
+
+    @functools.wraps(allocate)
+    def wrapper(*args: Any, **kwargs: Any) -> Array:
+        array = allocate(*args, **kwargs)
+        plain = array.dtype.kind in "iufcV" and not array.dtype.hasobject and array.itemsize
+        if plain and _fill_byte is not None:
+            array[...] = np.frombuffer(bytes([_fill_byte]) * array.itemsize, array.dtype).reshape(())
+        return array
+
+    return wrapper
+
+
+class _Torch:
+    """How torch sees and gives the arrays of a launch: the same memory under torch's own dtypes."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+        torch.set_num_threads(1)
+
+    def dtype(self, name: str) -> Any:
+        return getattr(self._torch, name)
+
+    def wrap(self, array: Array) -> Any:
+        flat = self._torch.from_numpy(_bytes(array))
+        return flat.view(getattr(self._torch, array.dtype.name)).reshape(array.shape)
+
+    def strided(self, out: _Out) -> Any:
+        return self.wrap(out.whole).as_strided(out.view.shape, [s // out.view.itemsize for s in out.view.strides])
+
+    def unwrap(self, value: Any) -> Array:
+        if not isinstance(value, self._torch.Tensor):
+            raise _Returned(value, "a torch tensor")
+        tensor = value.detach().cpu().contiguous()
+        name = str(tensor.dtype).partition(".")[2]
+        flat = tensor.reshape(-1).view(self._torch.uint8).numpy()
+        return flat.view(_dtype(name)).reshape(tuple(tensor.shape))
+
+
+class _Returned(Exception):
+    """The callable returned something of another kind than its op gives."""
+
+    def __init__(self, value: Any, expected: str) -> None:
+        super().__init__(f"returned {_a(type(value).__name__)}, expected {expected}")
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
+
+
+class _Server:
+    """One build and the operands of the case at hand."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.case = ""
+        self.inputs: dict[str, dict[str, _Input]] = {}
+        self.headers: dict[str, dict[str, Any]] = {}
+
+    def load(self, header: dict[str, Any]) -> dict[str, Any]:
+        self.build = build_from(header["build"])
+        self.torch = _Torch() if self.build.arrays == "torch" else None
+        for name in ("empty", "empty_like"):
+            setattr(np, name, _filled(getattr(np, name)))
+        self.function = self.build.load()
+        return {"keywords": _keywords(self.function)}
+
+    def operands(self, header: dict[str, Any], blobs: list[Array]) -> dict[str, Any]:
+        if header["case"] != self.case:
+            self.case = header["case"]
+            self.inputs.clear()
+            self.headers.clear()
+        planes = {}
+        for spec, blob in zip(header["arrays"], blobs, strict=True):
+            plane = _Plane(blob.size)
+            plane.data[:] = blob
+            array = plane.data.view(_dtype(spec["dtype"])).reshape(spec["shape"])
+            planes[spec["name"]] = _Input(plane, blob, array, spec["tokens"] and tuple(spec["tokens"]))
+        self.inputs[header["variant"]] = planes
+        self.headers[header["variant"]] = header
+        return {}
+
+    def arguments(self, header: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        planes, sent = self.inputs[header["variant"]], self.headers[header["variant"]]
+        wrap = self.torch.wrap if self.torch else (lambda array: array)
+        values = {**sent["values"], **{name: wrap(planes[name].array) for name in planes}}
+        keywords = {name: values[name] for name in sent["keywords"]}
+        if header["out_dtype"] is not None:
+            name = header["out_dtype"]
+            keywords["out_dtype"] = self.torch.dtype(name) if self.torch else _dtype(name)
+        return [values[name] for name in sent["order"]], keywords
+
+    def call(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
+        planes = self.inputs[header["variant"]]
+        positional, keywords = self.arguments(header)
+        out = _Out(header) if header["out"] != "none" else None
+        if out is not None:
+            keywords["out"] = out.view if self.torch is None else self.torch.strided(out)
+        _fill_allocations(header["fill"])
+        returned = self.function(*positional, **keywords)
+        parts = [np.ascontiguousarray(out.view)] if out is not None else self.unwrap(returned)
+        total = sum(part.nbytes for part in parts)
+        if total > header["most"]:
+            raise ValueError(f"returned {total} bytes, which no {self.build.op} of this case holds")
+        aliases = None
+        if out is None:
+            aliases = next((n for n in planes if any(np.may_share_memory(p, planes[n].array) for p in parts)), None)
+        parts = [np.array(part, order="C") for part in parts]
+        changed = [name for name, operand in planes.items() if operand.repair()]
+        margins = [f"{c} bytes before operand {n}" for n, i in planes.items() if (c := i.plane.changed())]
+        if out is not None and (beyond := out.changed()):
+            margins.append(beyond)
+        return {
+            "parts": [{"dtype": p.dtype.name, "shape": p.shape} for p in parts],
+            "canaries": f"wrote over {', '.join(margins)}" if margins else None,
+            "inputs_changed": changed,
+            "aliases": aliases,
+        }, parts
+
+    def unwrap(self, returned: Any) -> list[Array]:
+        values = returned if self.build.op == "quantize" else (returned,)
+        if not isinstance(values, tuple | list) or len(values) != (2 if self.build.op == "quantize" else 1):
+            raise _Returned(values, "a pair (elements, scales)")
+        if self.torch is not None:
+            return [self.torch.unwrap(value) for value in values]
+        for value in values:
+            if not isinstance(value, np.ndarray):
+                raise _Returned(value, "a NumPy array")
+            if value.dtype.hasobject or _dtype(value.dtype.name) != value.dtype:
+                raise ValueError(f"returned an array of dtype {value.dtype}")
+        return list(values)
+
+    def clock(self, header: dict[str, Any]) -> dict[str, Any]:
+        _fill_allocations(None)
+        positional, keywords = self.arguments(header)
+        times: list[float] = []
+        end = time.perf_counter() + header["seconds"]
+        while True:
+            before = time.perf_counter()
+            returned = self.function(*positional, **keywords)
+            after = time.perf_counter()
+            times.append(after - before)
+            if after > end:
+                break
+        last = digest([np.array(part, order="C") for part in self.unwrap(returned)])
+        for operand in self.inputs[header["variant"]].values():
+            operand.repair()
+        return {"times": times, "digest": last}
+
+
+class _Out:
+    """A caller's output buffer: flush against a guard page, and pitched with canary bytes between its rows."""
+
+    def __init__(self, header: dict[str, Any]) -> None:
+        dtype, shape = _dtype(header["dtype"]), tuple(header["shape"])
+        pitch = shape[-1] + (GAP if header["out"] == "pitched" else 0)
+        rows = int(np.prod(shape[:-1]))
+        self.plane = _Plane(rows * pitch * dtype.itemsize)
+        self.plane.data[:] = CANARY
+        self.whole = self.plane.data.view(dtype)
+        grid = self.whole.reshape(rows, pitch)
+        self._gaps = grid[:, shape[-1] :].view(np.uint8)
+        grid[:, : shape[-1]].view(np.uint8)[...] = header["fill"]
+        self.view = grid.reshape(*shape[:-1], pitch)[..., : shape[-1]]
+
+    def changed(self) -> str | None:
+        wrong = np.flatnonzero((self._gaps != CANARY).any(axis=1))
+        if wrong.size:
+            return f"the gap after row {wrong[0]} of its output ({wrong.size} rows in all)"
+        return f"{count} bytes before its output" if (count := self.plane.changed()) else None
+
+
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    known = ("out", "out_dtype", "bias", "format")
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return []
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return list(known)
+    return [name for name in known if name in parameters]
+
+
+def _complaint(error: BaseException) -> str:
+    """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
+    if isinstance(error, _Returned | BuildError):
+        return str(error)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    text = " ".join(str(error).split())
+    return f"raised {type(error).__name__}{at}{f': {text[:300]}' if text else ''}"
+
+
+def _serve(channel: socket.socket) -> None:
+    server = _Server(channel)
+    owner = os.getpid()
+
+    def fill(into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            got = channel.recv_into(into[done:])
+            if got == 0:
+                os._exit(0)  # the runner is gone or has no more launches
+            done += got
+
+    while True:
+        header, blobs = _receive(fill)
+        parts: list[Array] = []
+        try:
+            if header["do"] == "load":
+                reply = server.load(header)
+            elif header["do"] == "operands":
+                reply = server.operands(header, blobs)
+            elif header["do"] == "clock":
+                reply = server.clock(header)
+            else:
+                reply, parts = server.call(header)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt are the build's doing as well
+            reply, parts = {"error": _complaint(error)}, []
+        if os.getpid() != owner:
+            os._exit(0)  # the build forked and let its copy of this process return
+        try:
+            _send(channel, reply, parts)
+        except OSError:
+            os._exit(_CLOSED)
+
+
+def main() -> None:
+    import faulthandler
+
+    faulthandler.enable()
+    if sys.platform == "linux":
+        _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hanging build does not outlive a killed runner
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")  # should memory run out, this process goes first and not the runner
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(channel.fileno(), False)
+    _serve(channel)
+
+
+if __name__ == "__main__":
+    main()

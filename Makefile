@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: conformance test fixtures faults lint clean
+.PHONY: conformance test fixtures faults isa lint clean
 
 conformance: $(VENV)/.base
 	$(BIN)/mxgate run --tier smoke --out .mxgate/conformance
@@ -14,6 +14,10 @@ test: $(VENV)/.test
 
 faults: $(VENV)/.base
 	$(BIN)/mxgate faults
+
+# The committed machine code of the FlyDSL kernels, after a change of their source.
+isa: $(VENV)/.test
+	$(BIN)/python -m mxgate.kernels.flydsl.compile
 
 fixtures: $(VENV)/.test
 	$(BIN)/mxgate fixtures generate

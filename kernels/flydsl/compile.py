@@ -1,7 +1,7 @@
 """From the device code to gfx950 machine code, with no GPU, no ROCm and no linker, and to the committed copies of it.
 
-FlyDSL's own pipeline is run up to its last stage, which would link a code object; there the machine code is asked for as
-text instead. The text is the binary: assembled again it gives the bytes FlyDSL would have linked. A launch is what a
+FlyDSL's own pipeline is run up to its last stage, which would link a code object; there the machine code is asked for
+as text instead. The text is the binary: assembled again it gives the bytes FlyDSL would have linked. A launch is what a
 FlyDSL launcher does after compiling; here the compilation ends in an exception that carries the text, so the launch,
 which aborts the process where there is no libamdhip64, is never reached.
 
@@ -177,7 +177,9 @@ def difference(kernel: str, fresh: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mxgate.kernels.flydsl.compile", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="mxgate.kernels.flydsl.compile", description="Write the machine code of the kernels."
+    )
     parser.add_argument("--check", action="store_true", help="compare with the committed texts and write nothing")
     check = parser.parse_args(argv).check
     if not available():

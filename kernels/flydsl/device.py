@@ -7,21 +7,22 @@ Three rungs compute the same bits, because all of them feed the matrix core the 
 0 of the buffer, not of the group) in the same order, and blank the same things:
 
 * simplest: a wave for 64 x 64 outputs, every lane loads its own bytes straight into registers, no LDS;
-* plain: the pipelined 256 x 256 body, scales loaded a row to a lane and handed round by ds_bpermute, masked in the loop;
+* plain: the pipelined 256 x 256 body, scales loaded a row to a lane, handed round by ds_bpermute, masked in the loop;
 * shipping: the same body on scales that a kernel before it masked and laid out as the loop consumes them.
 
 A sub-block of 32 tokens that is not the group's has both scales 0x00 and its data 0x00. The scales alone would do for
-finite data; a NaN of a neighbouring group has to be kept out of the registers. The data costs the loop nothing: only the
-first and the last body of a window hold foreign tokens, and those two are filled outside the loop.
+finite data; a NaN of a neighbouring group has to be kept out of the registers. The data costs the loop nothing: only
+the first and the last body of a window hold foreign tokens, and those two are filled outside the loop.
 
 Layout of the matrix instruction (16x16x128, 8-bit elements): lane 16 g + r holds row r at tokens 16 g .. 16 g + 15 and
 64 + 16 g .. 64 + 16 g + 15; its scale operand's selected byte is for row r, tokens 32 g .. 32 g + 31. The result's
-register q in lane 16 g + c is row 4 g + q, column c. X^T goes in as A, so that a lane ends with four neighbours of a row.
+register q in lane 16 g + c is row 4 g + q, column c. X^T goes in as A: a lane ends with four neighbours of a row.
 
 Nothing but layout bits is compiled in: N, K, the number of experts, the token count and the offsets are arguments.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import flydsl.compiler as flyc
@@ -74,6 +75,11 @@ def buffer(address: Any, nbytes: Any) -> ir.Value:
     return rocdl.MakeBufferRsrcOp(kind, pointer, raw(fx.Int16(0)), raw(fx.Int64(nbytes)), flags).result
 
 
+def rows_of(plane: Any, skipped: Any, rows: Any, height: int, pitch: Any) -> ir.Value:
+    """Rows skipped .. skipped + height - 1 of a row-major byte plane, bounded exactly. `skipped` is below `rows`."""
+    return buffer(plane + U64(skipped) * U64(pitch), U64(minimum(rows - skipped, U32(height))) * U64(pitch))
+
+
 def load(kind: ir.Type, source: ir.Value, offset: Any, scalar: Any = 0) -> ir.Value:
     return rocdl.raw_ptr_buffer_load(kind, source, raw(offset), raw(U32(scalar)))
 
@@ -111,7 +117,7 @@ def lds(address: Any, offset: int = 0) -> ir.Value:
 def loop(
     first: Any, end: Any, step: int, init: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """for i in range(first, end, step): init = body(i, init), at run time; i and the carried values are in registers."""
+    """for i in range(first, end, step): init = body(i, init), at run time, all of it in registers."""
     bound = [raw(U32(v)) for v in (first, end, step)]
     op = scf.ForOp(*bound, [raw(v) for v in init])
     with ir.InsertionPoint(op.body):
@@ -129,9 +135,12 @@ def branch(condition: Any, yes: Callable[[], None], no: Callable[[], None]) -> N
             scf.YieldOp([])
 
 
-def fence() -> None:
+SCALAR = 4  # scalar instructions may cross a fence: what sets an LDS address, away from the copy that needs it
+
+
+def fence(mask: int = 0) -> None:
     """Nothing is scheduled across this point."""
-    rocdl.sched_barrier(0)
+    rocdl.sched_barrier(mask)
 
 
 def mfma(a: Any, b: Any, c: Any, a_scale: tuple[Any, int], b_scale: tuple[Any, int]) -> Any:
@@ -248,11 +257,6 @@ class Block:
         # The quadrant of a wave, in units of 128: rows of X^T, then rows of dY^T.
         self.half_k, self.half_n = self.wave >> 1, self.wave & 1
 
-    def rows(self, plane: Any, tile: Any, rows: Any, pitch: Any) -> ir.Value:
-        """The rows of a tile of a row-major byte plane, bounded exactly: rows past the plane read as zero."""
-        skipped = tile << 8
-        return buffer(plane + U64(skipped) * U64(pitch), U64(minimum(rows - skipped, U32(TILE))) * U64(pitch))
-
 
 # ---------------------------------------------------------------- the pipelined 256 x 256 body
 
@@ -275,8 +279,8 @@ class Stripes:
     def __init__(self, block: Block, x_plane: Any, dy_plane: Any, base: Any) -> None:
         self.block = block
         self.planes = (
-            block.rows(x_plane, block.tile_k, block.k, block.m),
-            block.rows(dy_plane, block.tile_n, block.n, block.m),
+            rows_of(x_plane, block.tile_k << 8, block.k, TILE, block.m),
+            rows_of(dy_plane, block.tile_n << 8, block.n, TILE, block.m),
         )
         row, self.token = swizzled(block)
         upper = (block.wave >> 1) << 7
@@ -328,100 +332,123 @@ def wait_reads() -> None:
     fence()
 
 
-class Body:
-    """One loop body: two steps. `scales` maps a body's carried registers to (register, byte) by step, operand, tile."""
+class Step:
+    """One 128-token step of a wave's quadrant: 64 matrix instructions, 32 LDS reads, the copies of the step after next.
 
-    def __init__(self, block: Block, stripes: Stripes, scales: Any) -> None:
-        self.block, self.stripes, self.scales = block, stripes, scales
+    The quadrant is worked in four parts of 64 x 64, and an operand's fragments fall in two halves, so that each part
+    reads what a later one needs. The first halves come from the step before, which has read them under its last part:
+    matrix instructions never wait for a read that was not given a part's time.
+    """
 
-    def step(
-        self, parity: int, acc: list[Any], scale: Any, fill: Callable[[int], None] | None, behind: int | None
-    ) -> list[Any]:
-        """One 128-token step: 64 matrix instructions, 32 LDS reads, and the copies of the step after the next.
+    HALF = FRAGMENTS // 2
 
-        The fragments are read in the order in which the four 64 x 64 parts need them; once all are in registers the
-        stripes belong to the next copies, which go between the instructions of the last two parts. `behind`: how many
-        memory operations issued in this step may still be out when the next step begins.
+    def __init__(self, stripes: Stripes, parity: int) -> None:
+        self.stripes, self.parity = stripes, parity
+
+    def reads(self, fragments: list[Any], operand: int, half: int) -> list[Callable[[], None]]:
+        """One action for each fragment of a half: read it and put it in its place."""
+
+        def one(index: int) -> None:
+            fragments[index] = self.stripes.read(self.parity, operand, index)
+
+        return [partial(one, i) for i in range(half * self.HALF, (half + 1) * self.HALF)]
+
+    def first_halves(self, into: tuple[list[Any], list[Any]]) -> list[Callable[[], None]]:
+        return self.reads(into[0], 0, 0) + self.reads(into[1], 1, 0)
+
+    def run(
+        self,
+        acc: list[Any],
+        early: Sequence[Any],
+        scale: Callable[[int, int], Any],
+        fills: Sequence[Callable[[], None]],
+        behind: int,
+        following: "Step | None",
+    ) -> tuple[list[Any], list[Any]]:
+        """The accumulators, and the first halves of the next step, `early` being those of this one.
+
+        fills: actions for the third part, the copies into this step's stripes. behind: how many memory operations, the
+        newest, may still be out when the next step is read.
         """
-        half = FRAGMENTS // 2
-        a: list[Any] = [None] * FRAGMENTS
-        b: list[Any] = [None] * FRAGMENTS
+        acc = list(acc)
+        a, b = fragments_of(early)
+        late = fragments_of([])
 
-        def read(operand: int, first: int) -> None:
-            for i in range(first, first + half):
-                (a, b)[operand][i] = self.stripes.read(parity, operand, i)
+        def part(i0: int, j0: int, actions: Sequence[Callable[[], None]]) -> None:
+            """16 matrix instructions, the actions spread evenly among them."""
+            todo, count = list(actions), self.HALF**2
+            for at in range(count):
+                while len(actions) - len(todo) < -(-(at + 1) * len(actions) // count):
+                    todo.pop(0)()
+                i, j = i0 * self.HALF + at // self.HALF, j0 * self.HALF + at % self.HALF
+                one = i * FRAGMENTS + j
+                acc[one] = mfma_in_place(a[i], b[j], acc[one], scale(0, i), scale(1, j))
+                fence(SCALAR)
 
-        def multiply(i: int, j: int) -> None:
-            at = i * FRAGMENTS + j
-            acc[at] = mfma_in_place(a[i], b[j], acc[at], scale(0, i), scale(1, j))
-
-        read(0, 0)
-        read(1, 0)
-        fence()
-        read(1, half)
-        for i in range(half):
-            for j in range(half):
-                multiply(i, j)
-        fence()
-        read(0, half)
-        for i in range(half):
-            for j in range(half, FRAGMENTS):
-                multiply(i, j)
+        part(0, 0, self.reads(b, 1, 1))
+        part(0, 1, self.reads(a, 0, 1))
         wait_reads()
-        count = 0
-        for j0 in (0, half):
-            for i in range(half, FRAGMENTS):
-                for j in range(j0, j0 + half):
-                    if fill and count % 2 == 0:
-                        fill(count // 2)
-                    multiply(i, j)
-                    if count % 2 == 1:
-                        fence()
-                    count += 1
-        if behind is not None:
+        part(1, 0, fills)
+        if following is None:
+            part(1, 1, [])
+        else:
             wait_copies(behind)
-        return acc
+            part(1, 1, following.first_halves(late))
+        return acc, late[0][: self.HALF] + late[1][: self.HALF]
+
+
+def fragments_of(early: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The fragments of A and of B, of which the first halves are at hand or none is."""
+    half = FRAGMENTS // 2
+    missing = [None] * half
+    return ([*early[:half], *missing], [*early[half:], *missing]) if early else ([None] * FRAGMENTS, [None] * FRAGMENTS)
 
 
 def gradient(block: Block, stripes: Stripes, scales: Any) -> list[Any]:
     """The whole contraction of a wave's quadrant: 64 accumulators of four registers, fragment of K major.
 
-    Copies run two steps ahead, so a body fills the next one. Only the first and the last body of a window hold tokens of
-    other groups; they are filled before and after the loop, which therefore looks at no token.
+    Copies run two steps ahead, so a body fills the next one. Only the first and the last body of a window hold tokens
+    of other groups; they are filled before and after the loop, which therefore looks at no token.
     """
-    work = Body(block, stripes, scales)
+    even, odd = Step(stripes, 0), Step(stripes, 1)
     origin = block.first << 8
     last = (block.first + block.count - 1) << 8
+    outputs = FRAGMENTS**2
 
-    def fills(token: Any, bounded: bool) -> list[Callable[[int], None]]:
-        sources = [stripes.bounded(token + p * STEP) if bounded else stripes.sources for p in (0, 1)]
-        return [lambda i, p=p: stripes.fill(token + p * STEP, p, i // FILLS, i % FILLS, sources[p]) for p in (0, 1)]
+    def fills(token: Any, bounded: bool) -> list[list[Callable[[], None]]]:
+        """The copies of the even and of the odd step of the body at `token`."""
+
+        def of(parity: int) -> list[Callable[[], None]]:
+            at = token + parity * STEP
+            sources = stripes.bounded(at) if bounded else stripes.sources
+            return [partial(stripes.fill, at, parity, o, i, sources) for o in (0, 1) for i in range(FILLS)]
+
+        return [of(0), of(1)]
 
     def body(at: Any, state: list[Any], bounded: bool = False) -> list[Any]:
-        acc = list(state[: FRAGMENTS**2])
-        pick = scales.unpack(at, state[FRAGMENTS**2 :])
+        acc, early, carried = state[:outputs], state[outputs : outputs + FRAGMENTS], state[outputs + FRAGMENTS :]
+        pick = scales.unpack(at, carried)
         following: list[Any] = []
-        even, odd = fills(at + BODY, bounded)
+        even_fills, odd_fills = fills(at + BODY, bounded)
+        even_fills.append(lambda: following.extend(scales.request(at + BODY)))
+        acc, early = even.run(acc, early, pick(0), even_fills, 2 * FILLS + scales.requests, odd)
+        acc, early = odd.run(acc, early, pick(1), odd_fills, 2 * FILLS, even)
+        return acc + early + following
 
-        def even_and_scales(index: int) -> None:
-            even(index)
-            if index == 2 * FILLS - 1:
-                following.extend(scales.request(at + BODY))
-
-        acc = work.step(0, acc, pick(0), even_and_scales, 2 * FILLS + scales.requests)
-        acc = work.step(1, acc, pick(1), odd, 2 * FILLS)
-        return acc + following
-
-    state = [zeros()] * FRAGMENTS**2 + scales.request(origin)
-    for fill in fills(origin, True):
-        for index in range(2 * FILLS):
-            fill(index)
+    carried = scales.request(origin)
+    for step in fills(origin, True):
+        for fill in step:
+            fill()
     wait_copies(2 * FILLS)
+    early = fragments_of([])
+    for read in even.first_halves(early):
+        read()
+    state = [zeros()] * outputs + early[0][: FRAGMENTS // 2] + early[1][: FRAGMENTS // 2] + carried
     state = loop(origin, last - BODY, BODY, state, body)
     state = body(last - BODY, state, bounded=True)
-    pick = scales.unpack(last, state[FRAGMENTS**2 :])
-    acc = work.step(0, state[: FRAGMENTS**2], pick(0), None, 0)
-    acc = work.step(1, acc, pick(1), None, None)
+    pick = scales.unpack(last, state[outputs + FRAGMENTS :])
+    acc, first = even.run(state[:outputs], state[outputs : outputs + FRAGMENTS], pick(0), [], 0, odd)
+    acc, _ = odd.run(acc, first, pick(1), [], 0, None)
     settle(12)
     return acc
 
@@ -440,13 +467,12 @@ def write(acc: list[Any], side: int, target: ir.Value, row: Any, column: Any, k:
 
 
 def output(dw: Any, expert: Any, expert_pitch: Any, skipped: Any, n: Any, height: int, row_pitch: Any) -> ir.Value:
-    """An expert's rows skipped .. skipped + height - 1 of dW, bounded exactly. Pitches are in elements."""
-    base = dw + (U64(expert) * expert_pitch + U64(skipped) * U64(row_pitch)) * 2
-    return buffer(base, U64(minimum(n - skipped, U32(height))) * U64(row_pitch) * 2)
+    """An expert's rows skipped .. skipped + height - 1 of dW. Pitches are in elements."""
+    return rows_of(dw + U64(expert) * expert_pitch * 2, skipped, n, height, row_pitch << 1)
 
 
 class ShuffledScales:
-    """Scales as the pre-shuffle left them: one 16-byte load a body and operand, the byte selected by the instruction."""
+    """Scales as the pre-shuffle left them: a 16-byte load a body and operand; the instruction selects the byte."""
 
     requests = 2
 
@@ -479,7 +505,7 @@ class RowScales:
         self.requests = 4 * (1 if wide else 8)
         pitch = block.m >> 5
         self.sources = [
-            (block.rows(plane, tile, rows, pitch), ((half << 7) + block.lane) * pitch, pitch << 6)
+            (rows_of(plane, tile << 8, rows, TILE, pitch), ((half << 7) + block.lane) * pitch, pitch << 6)
             for plane, tile, rows, half in (
                 (x_plane, block.tile_k, block.k, block.half_k),
                 (dy_plane, block.tile_n, block.n, block.half_n),
@@ -564,7 +590,7 @@ def direct(
     start, end = (uniform(v) for v in span_of(ends, expert))
     pitch = m >> 5
     operands = [
-        (buffer(data, U64(rows) * U64(m)), buffer(scales, U64(rows) * U64(pitch)), (tile << 6) + row)
+        [rows_of(plane, tile << 6, rows, 64, width) for plane, width in ((data, m), (scales, pitch))]
         for data, scales, rows, tile in ((x, x_scales, k, tile_k), (dy, dy_scales, n, tile_n))
     ]
 
@@ -573,10 +599,10 @@ def direct(
 
     def step(token: Any, acc: list[Any]) -> list[Any]:
         fragments: list[list[Any]] = []
-        for data, scales, first in operands:
+        for data, scales in operands:
             fragments.append([])
             for i in range(side):
-                line = first + i * 16
+                line = row + i * 16
                 tokens = [token + (group << 4), token + (group << 4) + 64]
                 runs = [load(T.vec(4, T.i32), data, inside(t, line * m + t)) for t in tokens]
                 block = token + (group << 5)
@@ -628,9 +654,7 @@ def shuffle(block_index: Any, planes: tuple[Any, Any, Any, Any], offsets: Any, s
     is_n = half < halves_n
     half = select(is_n, half, half - halves_n)
     rows, all_halves = select(is_n, n, k), select(is_n, halves_n, halves_k)
-    source, target = (
-        U64(fx.Boolean(raw(is_n)).select(a, b)) for a, b in ((dy_scales, x_scales), (dy_out, x_out))
-    )
+    source, target = (U64(fx.Boolean(raw(is_n)).select(a, b)) for a, b in ((dy_scales, x_scales), (dy_out, x_out)))
     pitch, skipped = m >> 5, half << 7
     left = select(skipped < rows, minimum(rows - skipped, U32(128)), 0)
     plane = buffer(source + U64(skipped) * U64(pitch), U64(left) * U64(pitch))
@@ -690,7 +714,7 @@ def shared() -> Any:
 def simplest(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32,
-):  # fmt: skip
+) -> None:  # fmt: skip
     direct((dy, dy_scales, x, x_scales), (dw, expert_pitch, row_pitch), offsets, (n, k, m))
 
 
@@ -705,7 +729,7 @@ def plain_body(wide: bool, dy: Any, dy_scales: Any, x: Any, x_scales: Any, offse
 def plain(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32,
-):  # fmt: skip
+) -> None:  # fmt: skip
     plain_body(True, dy, dy_scales, x, x_scales, offsets, dw, expert_pitch, row_pitch, n, k, m, experts)
 
 
@@ -713,7 +737,7 @@ def plain(
 def plain_bytes(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32,
-):  # fmt: skip
+) -> None:  # fmt: skip
     plain_body(False, dy, dy_scales, x, x_scales, offsets, dw, expert_pitch, row_pitch, n, k, m, experts)
 
 
@@ -721,7 +745,7 @@ def plain_bytes(
 def prepare(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dy_out: fx.Uint64,
     x_out: fx.Uint64, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32, slots: fx.Uint32,
-):  # fmt: skip
+) -> None:  # fmt: skip
     """The first blocks clear the padding, a wave to a row of N + K; the others shuffle scales."""
     index = U32(gpu.block_id("x"))
     wiped = (n + k + 3) >> 2
@@ -738,7 +762,7 @@ def shipping(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32,
     slots: fx.Uint32,
-):  # fmt: skip
+) -> None:  # fmt: skip
     def scales(block: Block) -> ShuffledScales:
         return ShuffledScales(block, x_scales, dy_scales, slots)
 
@@ -750,7 +774,7 @@ def launch_simplest(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32,
     grid: fx.Int32, stream: fx.Stream,
-):  # fmt: skip
+) -> None:  # fmt: skip
     simplest(dy, dy_scales, x, x_scales, offsets, dw, expert_pitch, row_pitch, n, k, m).launch(
         grid=(grid, 1, 1), block=(64, 1, 1), stream=stream
     )
@@ -761,10 +785,10 @@ def launch_plain(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32,
     grid: fx.Int32, stream: fx.Stream,
-):  # fmt: skip
-    plain(
-        dy, dy_scales, x, x_scales, offsets, dw, expert_pitch, row_pitch, n, k, m, experts, value_attrs=ALONE
-    ).launch(grid=(grid, 1, 1), block=(256, 1, 1), stream=stream)
+) -> None:  # fmt: skip
+    plain(dy, dy_scales, x, x_scales, offsets, dw, expert_pitch, row_pitch, n, k, m, experts, value_attrs=ALONE).launch(
+        grid=(grid, 1, 1), block=(256, 1, 1), stream=stream
+    )
 
 
 @flyc.jit
@@ -772,7 +796,7 @@ def launch_plain_bytes(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32,
     grid: fx.Int32, stream: fx.Stream,
-):  # fmt: skip
+) -> None:  # fmt: skip
     plain_bytes(
         dy, dy_scales, x, x_scales, offsets, dw, expert_pitch, row_pitch, n, k, m, experts, value_attrs=ALONE
     ).launch(grid=(grid, 1, 1), block=(256, 1, 1), stream=stream)
@@ -783,7 +807,7 @@ def launch_prepare(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dy_out: fx.Uint64,
     x_out: fx.Uint64, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32, slots: fx.Uint32,
     grid: fx.Int32, stream: fx.Stream,
-):  # fmt: skip
+) -> None:  # fmt: skip
     prepare(dy, dy_scales, x, x_scales, offsets, dy_out, x_out, n, k, m, experts, slots).launch(
         grid=(grid, 1, 1), block=(256, 1, 1), stream=stream
     )
@@ -794,7 +818,7 @@ def launch_shipping(
     dy: fx.Uint64, dy_scales: fx.Uint64, x: fx.Uint64, x_scales: fx.Uint64, offsets: fx.Uint64, dw: fx.Uint64,
     expert_pitch: fx.Uint64, row_pitch: fx.Uint32, n: fx.Uint32, k: fx.Uint32, m: fx.Uint32, experts: fx.Uint32,
     slots: fx.Uint32, grid: fx.Int32, stream: fx.Stream,
-):  # fmt: skip
+) -> None:  # fmt: skip
     shipping(
         dy, dy_scales, x, x_scales, offsets, dw, expert_pitch, row_pitch, n, k, m, experts, slots, value_attrs=ALONE
     ).launch(grid=(grid, 1, 1), block=(256, 1, 1), stream=stream)

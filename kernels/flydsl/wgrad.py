@@ -1,0 +1,200 @@
+"""Launches of the FlyDSL weight gradient: which kernels, on what grid, with which arguments, as plain data.
+
+A plan names buffers and gives numbers; it knows neither where it will run nor the offsets, which only the device
+reads: a new routing is a new content of the offsets buffer and changes no kernel. Whoever runs a plan supplies the
+buffers: the emulator of gfx950 with NumPy arrays, or, where there is a gfx950 with its HIP runtime, FlyDSL's launchers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mxgate.kernels.build import Build
+from mxgate.kernels.flydsl.compile import FIXTURES, machine_code
+from mxgate.oracle.groups import check_offsets
+
+Array = NDArray[Any]
+
+BLOCK = 32  # tokens that share a scale
+TILE = 256  # rows and columns of a block's output, and tokens of a loop body
+SMALL = 64  # rows and columns of a block's output in the simplest rung
+SLOT = 1024  # bytes of shuffled scales: 128 rows, one body
+OPERANDS = ("dy_t", "dy_scales", "x_t", "x_scales", "offsets")
+NOTHING: Mapping[str, int] = MappingProxyType({})
+RUNGS = ("simplest", "plain", "shipping")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel launch: blocks of `threads` along x; arguments in order, a buffer's name or a number."""
+
+    kernel: str
+    blocks: int
+    threads: int
+    arguments: tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one weight gradient, in order, and the bytes of the buffers between them.
+
+    dW is a bf16 buffer "dw" of [E, N, row_pitch] elements.
+    """
+
+    calls: tuple[Call, ...]
+    scratch: Mapping[str, int]
+    row_pitch: int
+
+
+def launch_plan(rung: str, n: int, k: int, m: int, experts: int) -> Plan:
+    """The plan of one of RUNGS for dY^T [N,M], X^T [K,M] and E experts.
+
+    Raises ValueError for sizes whose addresses would not fit: offsets are 32 bits wide and their upper half is kept for
+    what is out of range.
+    """
+    if rung not in RUNGS:
+        raise ValueError(f"no rung {rung!r}; expected one of {', '.join(RUNGS)}")
+    if m % BLOCK:
+        raise ValueError(f"the operands hold {m} tokens; expected a multiple of {BLOCK}, the scale block")
+    slots = -(-m // TILE) + 2 * experts
+    for what, size in (
+        (f"{TILE} rows of {m} tokens", TILE * m),
+        ("the shuffled scales of an operand", -(-max(n, k) // TILE) * 2 * slots * SLOT),
+        (f"{TILE} rows of {k} outputs", TILE * k * 2),
+    ):
+        if size >= 1 << 31:
+            raise ValueError(f"{what} are {size} bytes; expected less than 2 GiB")
+    row_pitch = -(-k // 4) * 4  # a lane stores four elements
+    out: tuple[str | int, ...] = ("offsets", "dw", n * row_pitch, row_pitch)
+    direct = ("dy_t", "dy_scales", "x_t", "x_scales", *out, n, k, m)
+    if rung == "simplest":
+        blocks = experts * -(-n // SMALL) * -(-k // SMALL)
+        return Plan((Call("simplest", blocks, 64, direct),), NOTHING, row_pitch)
+    rows, columns = -(-n // TILE), -(-k // TILE)
+    blocks = experts * rows * columns
+    if rung == "plain":
+        # The layout bit: two words at a time only where a row of scales starts at a multiple of four bytes.
+        kernel = "plain_bytes" if m % (4 * BLOCK) else "plain"
+        return Plan((Call(kernel, blocks, 256, (*direct, experts)),), NOTHING, row_pitch)
+    scratch = {"dy_shuffled": 2 * rows * slots * SLOT, "x_shuffled": 2 * columns * slots * SLOT}
+    shuffles = slots * -(-(rows + columns) // 2)
+    prepare = Call(
+        "prepare", -(-(n + k) // 4) + shuffles, 256, (*OPERANDS, "dy_shuffled", "x_shuffled", n, k, m, experts, slots)
+    )
+    main = Call("shipping", blocks, 256, ("dy_t", "dy_shuffled", "x_t", "x_shuffled", *out, n, k, m, experts, slots))
+    return Plan((prepare, main), MappingProxyType(scratch), row_pitch)
+
+
+# ---------------------------------------------------------------- running a plan
+
+
+@functools.cache
+def on_gpu() -> bool:
+    """Whether a plan can run on a gfx950 here. Without the HIP runtime FlyDSL's launch aborts the process."""
+    try:
+        ctypes.CDLL("libamdhip64.so.7")
+    except OSError:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available()) and "gfx950" in torch.cuda.get_device_properties(0).gcnArchName
+
+
+def emulate(plan: Plan, buffers: Mapping[str, Array], **options: Any) -> None:
+    """Run a plan on the emulator; `buffers` are read and written in place. options: those of the emulator's run."""
+    from mxgate.kernels import gfx950
+
+    for call in plan.calls:
+        arguments = [buffers[a] if isinstance(a, str) else a for a in call.arguments]
+        kernel = gfx950.parse(machine_code(call.kernel))
+        gfx950.run(kernel, arguments, (call.blocks, 1, 1), (call.threads, 1, 1), **options)
+
+
+def launch(plan: Plan, buffers: Mapping[str, Array]) -> None:
+    """Run a plan on the GPU. Not run by anybody yet: there was no gfx950 to run it on."""
+    import torch
+
+    from mxgate.kernels.flydsl import device
+
+    there = {name: torch.from_numpy(a.reshape(-1).view(np.uint8)).cuda() for name, a in buffers.items()}
+    stream = torch.cuda.current_stream().cuda_stream
+    for call in plan.calls:
+        values = [there[a].data_ptr() if isinstance(a, str) else a for a in call.arguments]
+        getattr(device, f"launch_{call.kernel}")(*values, call.blocks, stream)
+    for name, array in buffers.items():
+        array.reshape(-1).view(np.uint8)[...] = there[name].cpu().numpy()
+
+
+# ---------------------------------------------------------------- builds
+
+
+def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None) -> Array:
+    """dW [E,N,K] bf16 of dy_t [N,M] and x_t [K,M], e4m3fn with scales [.,M/32].
+
+    ValueError or TypeError for operands that do not fit each other. The shipping rung zeroes the padding in place.
+    """
+    dy_t, dy_scales, x_t, x_scales, offsets = operands
+    (n, m), k = dy_t.shape, x_t.shape[0]
+    for name, array, dtype, shape in (
+        ("dy_t", dy_t, ml_dtypes.float8_e4m3fn, (n, m)),
+        ("dy_scales", dy_scales, ml_dtypes.float8_e8m0fnu, (n, m // BLOCK)),
+        ("x_t", x_t, ml_dtypes.float8_e4m3fn, (k, m)),
+        ("x_scales", x_scales, ml_dtypes.float8_e8m0fnu, (k, m // BLOCK)),
+    ):
+        if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}; expected contiguous {np.dtype(dtype)} {shape}")
+    check_offsets(offsets, m, align=BLOCK)
+    plan = launch_plan(rung, n, k, m, len(offsets))
+    dw = np.full((len(offsets), n, plan.row_pitch), np.nan, ml_dtypes.bfloat16)
+    buffers = {**dict(zip(OPERANDS, operands, strict=True)), "dw": dw}
+    buffers.update((name, np.full(size, 0xFF, np.uint8)) for name, size in plan.scratch.items())
+    (launch if on_gpu() else emulate)(plan, buffers)
+    if out is None:
+        return np.ascontiguousarray(dw[:, :, :k])
+    out[...] = dw[:, :, :k]
+    return out
+
+
+def simplest(
+    dy_t: Array, dy_scales: Array, x_t: Array, x_scales: Array, offsets: Array, *, out: Array | None = None
+) -> Array:
+    """A wave for 64 x 64 outputs, loading straight into registers. Operands as in _wgrad."""
+    return _wgrad("simplest", (dy_t, dy_scales, x_t, x_scales, offsets), out)
+
+
+def plain(
+    dy_t: Array, dy_scales: Array, x_t: Array, x_scales: Array, offsets: Array, *, out: Array | None = None
+) -> Array:
+    """The pipelined body on scales as they come. Operands as in _wgrad."""
+    return _wgrad("plain", (dy_t, dy_scales, x_t, x_scales, offsets), out)
+
+
+def shipping(
+    dy_t: Array, dy_scales: Array, x_t: Array, x_scales: Array, offsets: Array, *, out: Array | None = None
+) -> Array:
+    """The pipelined body on shuffled scales. Operands as in _wgrad."""
+    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out)
+
+
+_SHARED: dict[str, Any] = {
+    "op": "wgrad",
+    "formats": ("e4m3fn",),
+    "group_alignment": BLOCK,
+    "accumulator": "mfma-scale-128",
+    "device": "gfx950",
+    "sources": ("mxgate.kernels.flydsl.compile", str(FIXTURES.parents[1] / "kernels" / "flydsl" / "device.py")),
+}
+BUILDS = (
+    Build("flydsl_simplest", target=f"{__name__}:simplest", **_SHARED),
+    Build("flydsl_plain", target=f"{__name__}:plain", replaces="wgrad/flydsl_simplest", **_SHARED),
+    Build("flydsl", target=f"{__name__}:shipping", replaces="wgrad/flydsl_plain", **_SHARED),
+)

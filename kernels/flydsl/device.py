@@ -59,6 +59,14 @@ def uniform(value: Any) -> Any:
     return U32(rocdl.readfirstlane(T.i32, raw(value)))
 
 
+def short(value: Any) -> Any:
+    """A number below 2^24, said to be so: its product with a row is then a 24-bit one, and one instruction with a sum.
+
+    Without it the compiler takes a 64-bit multiply-add, the upper half of whose addend it leaves undefined.
+    """
+    return value & 0xFFFFFF
+
+
 def select(condition: Any, yes: Any, no: Any) -> Any:
     return U32(raw(fx.Boolean(raw(condition)).select(yes, no)))
 
@@ -239,10 +247,10 @@ class Block:
     """What a block of the two pipelined rungs knows before its loop."""
 
     def __init__(self, offsets: Any, n: Any, k: Any, m: Any, experts: Any) -> None:
-        self.n, self.k, self.m = n, k, m
+        self.n, self.k, self.m = n, k, short(m)
         thread = U32(gpu.thread_id("x"))
         self.lane = thread & 63
-        self.wave = uniform(thread >> 6)
+        self.wave = uniform(thread >> 6) & 3
         self.group, self.row = self.lane >> 4, self.lane & 15
         down, across = (n + (TILE - 1)) >> 8, (k + (TILE - 1)) >> 8
         tiles = down * across
@@ -458,7 +466,7 @@ def write(acc: list[Any], side: int, target: ir.Value, row: Any, column: Any, k:
 
     Rows past N are past num_records; columns past K get an offset out of range.
     """
-    line = row * row_pitch
+    line = row * short(row_pitch)
     for i in range(side):
         fence()  # a row of fragments at a time: the registers are full
         at = select(column + i * 16 < k, (line + column + i * 16) << 1, OUT_OF_RANGE)
@@ -578,7 +586,7 @@ def direct(
     """
     side = 4
     dy, dy_scales, x, x_scales = planes
-    n, k, m = sizes
+    n, k, m = sizes[0], sizes[1], short(sizes[2])
     lane = U32(gpu.thread_id("x"))
     group, row = lane >> 4, lane & 15
     down, across = (n + 63) >> 6, (k + 63) >> 6
@@ -655,7 +663,7 @@ def shuffle(block_index: Any, planes: tuple[Any, Any, Any, Any], offsets: Any, s
     half = select(is_n, half, half - halves_n)
     rows, all_halves = select(is_n, n, k), select(is_n, halves_n, halves_k)
     source, target = (U64(fx.Boolean(raw(is_n)).select(a, b)) for a, b in ((dy_scales, x_scales), (dy_out, x_out)))
-    pitch, skipped = m >> 5, half << 7
+    pitch, skipped = short(m) >> 5, half << 7
     left = select(skipped < rows, minimum(rows - skipped, U32(128)), 0)
     plane = buffer(source + U64(skipped) * U64(pitch), U64(left) * U64(pitch))
     words = []

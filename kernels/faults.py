@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -297,14 +298,34 @@ def split_into(dtype: DTypeLike, running: bool) -> Callable[[F64, F64], Array]:
     return dot
 
 
-def in_any_order(a: F64, b: F64) -> Array:
-    """Partial sums added in float32 as they happen to arrive."""
+def in_order(rng: np.random.Generator, a: F64, b: F64) -> Array:
+    """Partial sums of 32 products added in float32, in an order that `rng` draws."""
     total = np.zeros((a.shape[0], b.shape[0]), np.float32)
     with np.errstate(all="ignore"):
-        for block in np.random.default_rng().permutation(a.shape[1] // BLOCK):
+        for block in rng.permutation(a.shape[1] // BLOCK):
             t = slice(block * BLOCK, block * BLOCK + BLOCK)
             total += p.dot(a[:, t], b[:, t]).astype(np.float32)
     return total
+
+
+def as_they_arrive(a: F64, b: F64) -> Array:
+    return in_order(np.random.default_rng(), a, b)
+
+
+def by_process(a: F64, b: F64) -> Array:
+    """Partial sums added in an order that each process has for itself, as one that hangs on addresses would be."""
+    return in_order(np.random.default_rng(os.getpid()), a, b)
+
+
+def while_tuning() -> Callable[[F64, F64], Array]:
+    """The first eight products of a process are tuning runs, which split the contraction otherwise."""
+    calls = [0]
+
+    def dot(a: F64, b: F64) -> Array:
+        calls[0] += 1
+        return (variants.chunked(BLOCK, backwards=True) if calls[0] <= 8 else variants.fp32_dot)(a, b)
+
+    return dot
 
 
 def never_reset() -> Callable[[F64, F64], Array]:
@@ -352,6 +373,13 @@ def cut_bits(add: int) -> Callable[[Any, DTypeLike], Array]:
 def stochastic(sums: Any, dtype: DTypeLike) -> Array:
     """Narrowed up or down at random."""
     return cut_bits(0)(sums, dtype) if np.random.default_rng().random() < 0.5 else reference.narrow(sums, dtype)
+
+
+def saturating(sums: Any, dtype: DTypeLike) -> Array:
+    """What overflows the output type becomes its largest value."""
+    largest = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    x = sums.astype(np.float64)
+    return reference.narrow(np.where(np.isfinite(x), np.clip(x, -largest, largest), x), dtype)
 
 
 def through(dtype: DTypeLike) -> Callable[[Any, DTypeLike], Array]:
@@ -432,8 +460,8 @@ def visiting(op: str, tiles: Callable[[int, int], Iterable[tuple[int, int]]]) ->
 
 
 def few_workers(rows: int, columns: int) -> Iterable[tuple[int, int]]:
-    """Seven workers, each with a seventh of the tiles: the remainder is nobody's."""
-    return (windowed.row_major(t, rows, columns) for t in range((rows * columns) // 7 * 7))
+    """Four workers, each with a quarter of the tiles: the remainder is nobody's."""
+    return (windowed.row_major(t, rows, columns) for t in range((rows * columns) // 4 * 4))
 
 
 def even_grid(rows: int, columns: int) -> Iterable[tuple[int, int]]:
@@ -574,6 +602,37 @@ def adds_at_first(op: str) -> Kernel:
     return run
 
 
+def first_size(op: str) -> Kernel:
+    """A kernel compiled for the rows of the first call with its N and K: later calls with more leave some out."""
+    compiled: dict[Any, int] = {}
+
+    def run(*operands: Array, out: Array | None = None, out_dtype: DTypeLike | None = None, **bias: Any) -> Array:
+        result = right(op)(*operands, out_dtype=out.dtype if out is not None else out_dtype, **bias)
+        out = reference.output(result.shape, out, result.dtype)
+        rows = compiled.setdefault((operands[2].shape, operands[0].dtype, operands[2].dtype), len(result))
+        out[:rows] = result[:rows]
+        return out
+
+    return run
+
+
+def returns_early(op: str) -> Kernel:
+    """The work goes on in the background, and nobody waits for it."""
+
+    def run(*operands: Array, out: Array | None = None, out_dtype: DTypeLike | None = None, **bias: Any) -> Array:
+        result = right(op)(*operands, out_dtype=out.dtype if out is not None else out_dtype, **bias)
+        buffer = reference.output(result.shape, out, result.dtype)
+
+        def finish() -> None:
+            time.sleep(0.2)
+            buffer[...] = result
+
+        threading.Thread(target=finish, daemon=True).start()
+        return buffer
+
+    return run
+
+
 def remembering(op: str, key: Callable[..., Any], *kept: int) -> Kernel:
     """The operands `kept` of the first call with a key serve all later calls with it."""
     seen: dict[Any, list[Array]] = {}
@@ -684,10 +743,6 @@ def one_block_less(first: I64, start: int, end: int) -> NDArray[np.bool_]:
 
 def no_clearing(elements: Array, scales: Array, tokens: int) -> None:
     """The padding keeps what the dispatcher left there."""
-
-
-def clear_elements(elements: Array, scales: Array, tokens: int) -> None:
-    elements.view(np.uint8)[:, tokens:] = 0
 
 
 def clear_from_last_tile(elements: Array, scales: Array, tokens: int) -> None:
@@ -931,6 +986,8 @@ _GEMM_FAULTS = (
           values=format_means(e4m3fnuz="e4m3fn", e5m2fnuz="e5m2")),
     _gemm("forward", "one_nan_code", "special", "format mix-up", "Of the two NaN codes of E4M3 only 0x7F is one.",
           values=code_means("e4m3fn", {0xFF: -480.0})),
+    _gemm("forward", "fnuz_nan_is_zero", "special", "format mix-up", "0x80, the NaN of FNUZ, is read as -0.",
+          values=code_means("e4m3fnuz", {0x80: -0.0})),
     _gemm("forward", "nan_dropped", "special", "special values", "NaN elements count as zero.", dot=without_nan),
     _gemm("dgrad", "nan_spread", "special", "special values", "One NaN makes its expert's whole result NaN.",
           dot=spreading_nan),
@@ -963,9 +1020,9 @@ _GEMM_FAULTS = (
     _gemm("forward", "tail_computed", "padding", "unwritten", "The last expert's rows go on to the end of the buffer.",
           spans=spans_of(lambda s, length: [*s[:-1], (s[-1][0], length)]), done=variants.leave_tail),
     _fault("forward", "few_workers", visiting("forward", few_workers), "contract", "few workers",
-           "Seven workers share the tiles evenly and leave the remainder."),
+           "Four workers share the tiles evenly and leave the remainder."),
     _fault("wgrad", "few_workers", visiting("wgrad", few_workers), "contract", "few workers",
-           "Seven workers share the tiles evenly and leave the remainder."),
+           "Four workers share the tiles evenly and leave the remainder."),
     _fault("wgrad", "odd_grids", visiting("wgrad", even_grid), "contract", "tile order",
            "The 2 x 2 walk is right for grids with even sides only."),
     _gemm("forward", "int16_index", "exact", "index overflow", "The weights are addressed through 16 bits.",
@@ -988,7 +1045,11 @@ _GEMM_FAULTS = (
     _gemm("wgrad", "accumulator_13bit", "bounded", "rounding",
           "An accumulator with a 13-bit fraction passes for float32.", dot=variants.truncating(32, 13)),
     _gemm("wgrad", "atomics", "reproducible", "not reproducible", "Partial sums are added in the order they arrive.",
-          dot=in_any_order),
+          dot=as_they_arrive),
+    _gemm("wgrad", "order_by_process", "reproducible", "not reproducible",
+          "Every process adds up in an order of its own.", dot=by_process),
+    _gemm("wgrad", "while_tuning", "reproducible", "not reproducible",
+          "The first calls of a process are tuning runs with another split.", dot=while_tuning()),
     _gemm("dgrad", "stochastic", "reproducible", "not reproducible", "The result is narrowed up or down at random.",
           narrow=stochastic),
     _gemm("forward", "truncated", "exact", "rounding", "float32 is written, and truncated to bfloat16.",
@@ -998,6 +1059,7 @@ _GEMM_FAULTS = (
           narrow=through(np.float16)),
     _gemm("forward", "through_bfloat16", "exact", "rounding", "The result is narrowed by way of bfloat16.",
           narrow=through(ml_dtypes.bfloat16)),
+    _gemm("forward", "saturating", "exact", "overflow", "A result past the largest saturates.", narrow=saturating),
     _gemm("forward", "wrong_tile", "exact", "subtle", "One 16 x 16 tile is a copy of another.",
           done=afterwards(wrong_tile)),
     _gemm("wgrad", "one_ulp", "exact", "subtle", "One element is off by one unit in the last place.",
@@ -1012,6 +1074,10 @@ _GEMM_FAULTS = (
            "The first call of a process adds to what the output held."),
     _fault("forward", "cached_weights", remembering("forward", shapes, 2, 3), "exact", "cache key",
            "The weights of an earlier call of the same shapes are used again."),
+    _fault("forward", "first_size", first_size("forward"), "contract", "cache key",
+           "The first call's number of rows is compiled in."),
+    _fault("forward", "returns_early", returns_early("forward"), "contract", "not reproducible",
+           "It returns before the result is there."),
     _fault("dgrad", "cached_call", remembering("dgrad", shapes, 0, 1, 2, 3, 4), "exact", "cache key",
            "An earlier call of the same shapes is answered again."),
     _fault("wgrad", "replayed_offsets", remembering("wgrad", shapes, 4), "exact", "replay",

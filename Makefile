@@ -15,7 +15,7 @@ test: $(VENV)/.test
 faults: $(VENV)/.base
 	$(BIN)/mxgate faults
 
-fixtures: $(VENV)/.test
+fixtures: $(VENV)/.base
 	$(BIN)/mxgate fixtures generate
 
 lint: $(VENV)/.lint

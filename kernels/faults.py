@@ -430,9 +430,10 @@ def tile_of_padding(out: Array, call: Call) -> None:
     out[start : call.tokens] += masked.sum().astype(out.dtype)
 
 
-def longest_first(out: Array, call: Call, g: int) -> Array:
-    """The result goes where the schedule put the expert, not where the expert is."""
-    place: Array = out[windowed.longest_first(call.spans, 0).index(g)]
+def where_scheduled(out: Array, call: Call, g: int) -> Array:
+    """The result goes where a schedule of longest groups first put the expert, not where the expert is."""
+    schedule = sorted(range(len(call.spans)), key=lambda e: call.spans[e][0] - call.spans[e][1])
+    place: Array = out[schedule.index(g)]
     return place
 
 
@@ -972,7 +973,7 @@ _GEMM_FAULTS = (
     _gemm("forward", "experts_compacted", "exact", "expert base", "Experts are counted without the empty ones.",
           cut=from_expert(filled_before)),
     _gemm("wgrad", "stored_where_scheduled", "exact", "expert base",
-          "A gradient is stored at its expert's place in the schedule.", place=longest_first),
+          "A gradient is stored at its expert's place in the schedule.", place=where_scheduled),
     _gemm("wgrad", "starts_for_ends", "exact", "boundary", "The cumulative ends are taken for starts.",
           spans=spans_of(starts_for_ends)),
     # formats and special values

@@ -19,7 +19,7 @@ faults: $(VENV)/.base
 isa: $(VENV)/.test
 	$(BIN)/python -m mxgate.kernels.flydsl.compile
 
-fixtures: $(VENV)/.test
+fixtures: $(VENV)/.base
 	$(BIN)/mxgate fixtures generate
 
 lint: $(VENV)/.lint

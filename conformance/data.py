@@ -313,15 +313,19 @@ def _special(f: Frame, side: int) -> Planes:
     edges = [p for start, end in f.segments if start < end for p in (start, end - 1)]
     columns = [edges[int(i) % len(edges)] for i in _small(f.seed, f"columns/{side}", 9)]
     places = iter(zip(rows.tolist(), columns, strict=False))
+    # The first block is positive on both sides: its products add up to infinity, and not to NaN, for whoever takes a
+    # NaN scale for an infinite one.
+    first = edges[0] // BLOCK * BLOCK
+    codes[:, first : first + BLOCK] &= row.sign_bit - 1
+    if (place := next(places, None)) is not None:
+        scales[place[0], first // BLOCK] = SCALE_NAN
     # One NaN code (the first and the last), each infinity.
     for code, place in zip(dict.fromkeys((row.nan_codes[0], row.nan_codes[-1], *row.inf_codes)), places, strict=False):
         codes[place] = code
     # 0 times a NaN scale is a NaN, and 0 times 2^127 is 0.
-    blank = ((SCALE_NAN, False), (SCALE_NAN, True), (E8M0.max_code, True))
-    for (byte, zero), (r, column) in zip(blank, places, strict=False):
+    for byte, (r, column) in zip((SCALE_NAN, E8M0.max_code), places, strict=False):
         scales[r, column // BLOCK] = byte
-        if zero:
-            codes[r, column // BLOCK * BLOCK : column // BLOCK * BLOCK + BLOCK] = 0
+        codes[r, column // BLOCK * BLOCK : column // BLOCK * BLOCK + BLOCK] = 0
     return codes, scales
 
 

@@ -416,7 +416,7 @@ def special(e: Evidence) -> Result:
     if isinstance(base, Finding):
         return base
     if isinstance(e.answer, MXArray):
-        got, true = (_decoded(e.case, *arrays) for arrays in (base.output, (e.answer.elements, e.answer.scales)))
+        got, true = (decoded(e.case, *arrays) for arrays in (base.output, (e.answer.elements, e.answer.scales)))
         wrong = np.isnan(got) != np.isnan(true)
         what = "{count} are NaN and should not be, or should be and are not"
         return _found("special", e, what, base, [wrong], [e.answer.elements])
@@ -444,7 +444,7 @@ def lineage(e: Evidence) -> Result:
     return _found("lineage", e, what, base, different(e.case, base, e.ancestor), want)
 
 
-def _decoded(case: Case, elements: Array, scales: Array) -> NDArray[np.float64]:
+def decoded(case: Case, elements: Array, scales: Array) -> NDArray[np.float64]:
     """float64 values of a quantized array, its axis from the case."""
     axis = int(case.routing.removeprefix("axis"))
     spread = np.repeat(scale_value(scales.view(np.uint8)), 32, axis=axis)

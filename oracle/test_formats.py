@@ -1,6 +1,6 @@
 """The format table and the element codes, held against three things that share no code with them.
 
-`TABLE` below is typed from the OCP and FNUZ definitions; `nearest` rounds by Fractions of Python integers; and
+`TABLE` below is typed from the OCP and FNUZ definitions; `nearest` rounds exact numbers as Python integers; and
 ml_dtypes and gfloat are two other people's implementations. Not caught here: whatever a block scale does to an
 element (test_quantize.py), and stochastic rounding beyond its mean and its independence of neighbours.
 """
@@ -70,7 +70,16 @@ def magnitudes(name: str) -> list[Fraction]:
     return values
 
 
-def nearest(magnitude: Fraction, values: list[Fraction], away: bool) -> int:
+STEP = 160  # 2^-160 divides every bfloat16, every float16, every value of every format
+
+
+def steps(value: Fraction | float) -> int:
+    """An exact number of 2^-160s."""
+    numerator, denominator = value.as_integer_ratio()
+    return (numerator << STEP) // denominator
+
+
+def nearest(magnitude: int, values: list[int], away: bool) -> int:
     """The code of the nearest value, the largest for anything above; ties to the even code, or the larger one."""
     above = bisect.bisect_left(values, magnitude)
     if above == len(values):
@@ -84,9 +93,9 @@ def nearest(magnitude: Fraction, values: list[Fraction], away: bool) -> int:
 
 
 def expected(x: Any, name: str, away: bool = False) -> Any:
-    """Codes of an array whose finite values are exact in float64, one Fraction at a time."""
+    """Codes of an array whose finite values are exact in float64, one exact number at a time."""
     e, m, _, _, _, _, nan, _, negative_zero = TABLE[name]
-    table, sign_bit = magnitudes(name), 1 << (e + m)
+    table, sign_bit = [steps(value) for value in magnitudes(name)], 1 << (e + m)
     nans = {False: 0x7F if 0x7F in nan else max(nan, default=0), True: max(nan, default=0)}
     out = np.zeros(x.shape, np.uint8)
     with np.errstate(invalid="ignore"):
@@ -96,7 +105,7 @@ def expected(x: Any, name: str, away: bool = False) -> Any:
         if np.isnan(value):
             out[i] = nans[negative]
             continue
-        code = len(table) - 1 if np.isinf(value) else nearest(Fraction(abs(value)), table, away)
+        code = len(table) - 1 if np.isinf(value) else nearest(steps(abs(value)), table, away)
         out[i] = code | sign_bit if negative and (code or negative_zero) else code
     return out
 
@@ -149,7 +158,7 @@ def test_scale_bytes_are_powers_of_two_and_the_first_is_not_zero() -> None:
 
 @each_format
 @pytest.mark.parametrize("rounding", ["even", "away"])
-def test_every_bfloat16_pattern_rounds_as_fractions_do(name: str, rounding: str) -> None:
+def test_every_bfloat16_pattern_rounds_as_exact_numbers_do(name: str, rounding: str) -> None:
     got = encode(BF16, name, rounding=rounding)
     want = expected(BF16, name, rounding == "away")
     wrong = np.flatnonzero(got != want)
@@ -185,7 +194,7 @@ def test_every_bfloat16_pattern_agrees_with_gfloat(name: str) -> None:
 
 
 @each_format
-def test_every_float16_pattern_rounds_as_fractions_do(name: str) -> None:
+def test_every_float16_pattern_rounds_as_exact_numbers_do(name: str) -> None:
     x = ALL_16.view(np.float16)
     assert np.array_equal(encode(x, name), expected(x, name))
 

@@ -115,7 +115,7 @@ def test_the_reference_here_is_right() -> None:
 
 @pytest.mark.parametrize("profile", list(PROFILES))
 def test_both_roads_give_the_same_bytes(profile: str) -> None:
-    """Every finite maximum with every smaller magnitude somewhere, float32 and bfloat16, both nearest roundings."""
+    """Every finite maximum with every smaller magnitude somewhere, float32 and bfloat16; for ocp both roundings."""
     rng = np.random.default_rng(1)
     maxima = np.arange(0x8000, dtype=np.uint32)
     rest = (rng.random((len(maxima), 31)) ** 3 * maxima[:, None]).astype(np.uint32)
@@ -126,7 +126,7 @@ def test_both_roads_give_the_same_bytes(profile: str) -> None:
         row = FORMATS[format]
         for x, precision in ((bf16(keys), 8), ((keys << 16 | low).astype(np.uint32).view(np.float32), 24)):
             bits = float32_bits(x)
-            for rounding in ("even", "away"):
+            for rounding in ("even", "away") if profile == "ocp" else ("even",):
                 codes, byte = module._exact_blocks(bits, precision, row, rules, rounding, None)
                 mx = quantize(x, axis=1, format=format, profile=profile, rounding=rounding)
                 assert np.array_equal(mx.scale_codes()[:, 0], byte)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,14 @@ def byte_of(rule: str, steps: int, name: str) -> int:
         if dropped > 0:  # rounded to the element's significant bits, the half up
             exponent = ((steps + (1 << (dropped - 1))) >> dropped).bit_length() + dropped - 150
     lowest = exponent - row.emax
-    if rule in ("rceil", "r175"):
-        largest = Fraction(row.max_finite) if rule == "rceil" else Fraction(7, 4) * 2**row.emax
-        for lowest in range(exponent - row.emax - 1, exponent - row.emax + 2):
-            scaled = Fraction(steps) / Fraction(2) ** (149 + lowest)
-            if scaled < largest or (rule == "rceil" and scaled == largest):
+    if rule in ("rceil", "r175"):  # the least scale under which it stays within, or below, the largest value
+        largest = int(row.max_finite * 4) if rule == "rceil" else 7 << row.emax
+        lowest -= 1
+        while True:
+            value, limit = steps << 2 + max(-149 - lowest, 0), largest << max(149 + lowest, 0)
+            if value < limit or (rule == "rceil" and value == limit):
                 break
+            lowest += 1
     return min(max(lowest + 127, 0), 254)
 
 

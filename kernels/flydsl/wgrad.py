@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from mxgate.kernels import gfx950
 from mxgate.kernels.build import Build
 from mxgate.kernels.flydsl.compile import FIXTURES, machine_code
 from mxgate.oracle.groups import check_offsets
@@ -109,14 +110,29 @@ def on_gpu() -> bool:
     return bool(torch.cuda.is_available()) and "gfx950" in torch.cuda.get_device_properties(0).gcnArchName
 
 
-def emulate(plan: Plan, buffers: Mapping[str, Array], **options: Any) -> None:
-    """Run a plan on the emulator; `buffers` are read and written in place. options: those of the emulator's run."""
-    from mxgate.kernels import gfx950
+class HazardError(RuntimeError):
+    """The kernels gave an answer, but one that the hardware need not give."""
 
+
+@functools.cache
+def _parsed(kernel: str) -> gfx950.Kernel:
+    return gfx950.parse(machine_code(kernel))
+
+
+def emulate(plan: Plan, buffers: Mapping[str, Array], **options: Any) -> tuple[gfx950.RunResult, ...]:
+    """Run a plan on the emulator; `buffers` are read and written in place. options: those of the emulator's run.
+
+    Raises HazardError when a kernel reads too early, races, or touches memory that is not its own.
+    """
+    results = []
     for call in plan.calls:
         arguments = [buffers[a] if isinstance(a, str) else a for a in call.arguments]
-        kernel = gfx950.parse(machine_code(call.kernel))
-        gfx950.run(kernel, arguments, (call.blocks, 1, 1), (call.threads, 1, 1), **options)
+        blocks, threads = (call.blocks, 1, 1), (call.threads, 1, 1)
+        result = gfx950.run(_parsed(call.kernel), arguments, blocks, threads, **options)
+        if result.findings:
+            raise HazardError(f"{call.kernel}: {len(result.findings)} hazards, the first: {result.findings[0]}")
+        results.append(result)
+    return tuple(results)
 
 
 def launch(plan: Plan, buffers: Mapping[str, Array]) -> None:
@@ -157,7 +173,10 @@ def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None) -> Array:
     dw = np.full((len(offsets), n, plan.row_pitch), np.nan, ml_dtypes.bfloat16)
     buffers = {**dict(zip(OPERANDS, operands, strict=True)), "dw": dw}
     buffers.update((name, np.full(size, 0xFF, np.uint8)) for name, size in plan.scratch.items())
-    (launch if on_gpu() else emulate)(plan, buffers)
+    if on_gpu():
+        launch(plan, buffers)
+    else:
+        emulate(plan, buffers)
     if out is None:
         return np.ascontiguousarray(dw[:, :, :k])
     out[...] = dw[:, :, :k]

@@ -1,0 +1,287 @@
+"""What a run can find wrong: one record a finding, and the shadows that see it.
+
+Time is one counter of the batch. An LDS access occupies [issue, complete], where it completes at the wait that covers it
+(or at the end of the wave). Two accesses of different waves are ordered only by a barrier: the first must be complete
+before the barrier and the second issued after it. So an access conflicts with one recorded at or after the time its own
+barrier interval began. Which wave the emulator runs first does not matter: the later to complete sees the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
+from mxgate.kernels.gfx950.text import SCC, Instruction, Kernel
+
+KINDS = {
+    "register-before-wait": "a register is read before the wait for its load",
+    "register-overwritten": "a register is overwritten while a load into it is outstanding",
+    "register-uninitialised": "a register is read in a lane that never wrote it",
+    "matrix-result-early": "an MFMA result is touched before its wait states have passed",
+    "lds-race": "two waves touch an LDS word with no barrier between them and one of them writes",
+    "lds-dma-in-flight": "an LDS word is touched while an asynchronous load into it is outstanding",
+    "lds-read-overtaken": "an LDS-DMA may overwrite a word whose read was never waited for",
+    "lds-uninitialised": "an LDS word is read that nothing wrote",
+    "lds-out-of-bounds": "an LDS address lies past the workgroup's allocation",
+    "store-out-of-bounds": "a store that its descriptor permits lies outside every allocation",
+    "load-out-of-bounds": "a load that its descriptor permits lies outside every allocation",
+    "workgroups-collide": "two workgroups store to one address",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first lane in which a hazard of one kind was seen at one instruction, and how many lanes saw it in all.
+
+    address: a byte offset in LDS, a device address, a register number, or None.
+    """
+
+    kind: str
+    line: int
+    instruction: str
+    workgroup: int
+    wave: int
+    lane: int
+    address: int | None
+    detail: str
+    count: int
+
+    def __str__(self) -> str:
+        where = "" if self.address is None else f" at {self.address:#x}"
+        return (
+            f"{self.kind}: line {self.line} `{self.instruction}` workgroup {self.workgroup} wave {self.wave} "
+            f"lane {self.lane}{where}: {self.detail} ({self.count} lanes)"
+        )
+
+
+class Recorder:
+    """Findings by (kind, line, detail's kind): the first is kept whole, the rest are counted."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int], Finding] = {}
+
+    def report(
+        self, kind: str, inst: Instruction, st: Waves, bad: Array, address: Array | int | None, detail: str
+    ) -> None:
+        """bad: bool[W, 64] (or broadcastable). address broadcasts to it."""
+        bad = np.broadcast_to(bad, (st.n, 64))
+        count = int(bad.sum())
+        key = (kind, inst.index)
+        old = self.found.get(key)
+        if old is not None:
+            self.found[key] = Finding(**{**old.__dict__, "count": old.count + count})
+            return
+        wave, lane = (int(x) for x in np.argwhere(bad)[0])
+        at = None if address is None else int(np.broadcast_to(address, bad.shape)[wave, lane])
+        self.found[key] = Finding(
+            kind, inst.line, inst.text, int(st.gid[wave]), int(st.slot[wave]), lane, at, detail, count
+        )
+
+    def findings(self) -> tuple[Finding, ...]:
+        return tuple(sorted(self.found.values(), key=lambda f: (f.line, f.kind)))
+
+
+def register_name(number: int, kernel: Kernel) -> str:
+    if number >= SCALAR_BASE:
+        index = number - SCALAR_BASE
+        return {106: "vcc_lo", 107: "vcc_hi", 124: "m0", 126: "exec_lo", 127: "exec_hi", SCC: "scc"}.get(
+            index, f"s{index}"
+        )
+    return f"v{number}" if number < kernel.vgprs else f"a{number - kernel.vgprs}"
+
+
+class Access(NamedTuple):
+    """One LDS access of a group: absolute byte addresses [W, 64], active lanes or None for all, its bytes a lane, when each
+    wave issued it ([W]), and when the barrier interval of its workgroup had begun at that time ([W])."""
+
+    address: Array
+    active: Array | None
+    size: int
+    issued: Array
+    since: Array
+
+
+class LdsShadow:
+    """Who last wrote and read each granule of LDS, over the workgroups of a batch.
+
+    A granule is the narrowest access of the kernel (so nothing is lost), made finer when an access is not aligned to it.
+    """
+
+    def __init__(self, workgroups: int, nbytes: int, waves: int, granule: int) -> None:
+        self.granule, self.nbytes = granule, nbytes
+        n = workgroups * nbytes // granule
+        self.written = np.zeros(n, np.int32)  # time of the last write, 0: never
+        self.writer = np.zeros(n, np.int32)  # wave | is DMA << 5 | instruction << 6
+        self.other = np.zeros(n, np.int32)  # time of the last write by a wave other than `writer`
+        self.read = np.zeros((waves, n), np.int32)  # time each wave's last read of it completed
+
+    def _refine(self, granule: int) -> None:
+        k = self.granule // granule
+        self.written, self.writer, self.other = (np.repeat(x, k) for x in (self.written, self.writer, self.other))
+        self.read = np.repeat(self.read, k, axis=1)
+        self.granule = granule
+
+    def _granules(self, a: Access) -> list[Array]:
+        g = self.granule
+        if g > 1 and (a.size % g or (a.address & (g - 1)).any()):
+            fine = 4 if g > 4 and a.size % 4 == 0 and not (a.address & 3).any() else 1
+            self._refine(fine)
+            g = fine
+        first = a.address if g == 1 else a.address >> (g.bit_length() - 1)
+        return [first] if a.size == g else [first + k for k in range(a.size // g)]
+
+    def on_read(self, found: Recorder, inst: Instruction, st: Waves, a: Access, now: int, lines: Kernel) -> None:
+        me, since = st.slot[:, None], a.since[:, None]
+        for idx in self._granules(a):
+            written = self.written.take(idx)
+            low = written if a.active is None else written[a.active]
+            if not low.size:
+                continue
+            if int(low.min()) == 0:
+                self._report(found, "lds-uninitialised", inst, st, a, written == 0, "nothing wrote it")
+            if bool((written >= since).any()):
+                self._conflicts(found, inst, st, a, idx, written, me, since, False, lines)
+            if a.active is None:
+                self.read[st.slot[:, None], idx] = now
+            else:
+                waves, _ = np.nonzero(a.active)
+                self.read[st.slot[waves], idx[a.active]] = now
+
+    def _conflicts(
+        self,
+        found: Recorder,
+        inst: Instruction,
+        st: Waves,
+        a: Access,
+        idx: Array,
+        written: Array,
+        me: Array,
+        since: Array,
+        dma: bool,
+        lines: Kernel,
+        differs: Array | None = None,
+    ) -> None:
+        who = self.writer.take(idx)
+        wave, by_dma = who & 31, (who >> 5) & 1 == 1
+        race = (written >= since) & (wave != me) & (written > 0)
+        race |= (wave == me) & (self.other.take(idx) >= since) & (self.other.take(idx) > 0)
+        own = (wave == me) & (written > a.issued[:, None]) & (by_dma != dma)
+        if not dma:
+            own &= by_dma
+        if differs is not None:
+            race, own = race & differs, own & differs
+        for bad, kind in (
+            (race & by_dma, "lds-dma-in-flight"),
+            (race & ~by_dma, "lds-race"),
+            (own, "lds-dma-in-flight"),
+        ):
+            if a.active is not None:
+                bad = bad & a.active
+            if bad.any():
+                w0, l0 = np.argwhere(bad)[0]
+                line = lines.instructions[int(who[w0, l0]) >> 6].line
+                self._report(
+                    found,
+                    kind,
+                    inst,
+                    st,
+                    a,
+                    bad,
+                    f"written by wave {int(wave[w0, l0])} at line {line} with no barrier after its wait",
+                )
+
+    def on_write(
+        self,
+        found: Recorder,
+        inst: Instruction,
+        st: Waves,
+        a: Access,
+        now: int,
+        dma: bool,
+        same: Callable[[], Array],
+        lines: Kernel,
+    ) -> None:
+        """same() answers bool[W, 64]: whether the bytes written are those already there (that is no race)."""
+        me, since = st.slot[:, None], a.since[:, None]
+        record = np.int32(dma << 5 | inst.index << 6)
+        for idx in self._granules(a):
+            written = self.written.take(idx)
+            if bool((written >= since).any()):
+                self._conflicts(found, inst, st, a, idx, written, me, since, dma, lines, ~same())
+            for wave in range(len(self.read)):
+                seen = self.read[wave].take(idx)
+                if bool((seen >= since).any()):
+                    differs = ~same()
+                    bad = (seen >= since) & (seen > 0) & (me != wave) & differs
+                    if dma:
+                        mine = (me == wave) & (seen > a.issued[:, None]) & differs
+                        if a.active is not None:
+                            mine = mine & a.active
+                        if mine.any():
+                            self._report(
+                                found,
+                                "lds-read-overtaken",
+                                inst,
+                                st,
+                                a,
+                                mine,
+                                "its read was issued before and waited for after",
+                            )
+                    if a.active is not None:
+                        bad = bad & a.active
+                    if bad.any():
+                        kind = "lds-read-overtaken" if dma else "lds-race"
+                        self._report(found, kind, inst, st, a, bad, f"wave {wave} reads it with no barrier between")
+            who = self.writer.take(idx)
+            other = np.where(who & 31 == me, self.other.take(idx), written)
+            waves = np.broadcast_to(me.astype(np.int32), idx.shape)
+            if a.active is not None:
+                idx, other, waves = idx[a.active], other[a.active], waves[a.active]
+            self.other[idx] = other
+            self.written[idx] = now
+            self.writer[idx] = waves | record
+
+    def _report(
+        self, found: Recorder, kind: str, inst: Instruction, st: Waves, a: Access, bad: Array, detail: str
+    ) -> None:
+        if a.active is not None:
+            bad = bad & a.active
+        if bad.any():
+            found.report(kind, inst, st, bad, a.address - (st.wg * self.nbytes)[:, None], detail)
+
+
+class StoreShadow:
+    """Which workgroup stored each granule of device memory."""
+
+    def __init__(self, nbytes: int, granule: int) -> None:
+        self.granule = granule
+        self.owner = np.zeros(nbytes // granule + 1, np.int32)
+
+    def on_store(
+        self, found: Recorder, inst: Instruction, st: Waves, address: Array, ok: Array, size: int, base: int
+    ) -> None:
+        """address: arena offsets [W, 64] of `size` bytes a lane, stored where ok."""
+        if self.granule > 1 and (size % self.granule or (address[ok] & (self.granule - 1)).any()):
+            self.owner, self.granule = np.repeat(self.owner, self.granule), 1
+        g = self.granule
+        gid = np.broadcast_to((st.gid + 1).astype(np.int32)[:, None], ok.shape)[ok]
+        first = address[ok] >> (g.bit_length() - 1)
+        for k in range(max(size // g, 1)):
+            old = self.owner[first + k]
+            bad = (old != 0) & (old != gid)
+            if bad.any():
+                full = np.zeros(ok.shape, bool)
+                full[ok] = bad
+                found.report(
+                    "workgroups-collide",
+                    inst,
+                    st,
+                    full,
+                    address + base,
+                    f"workgroup {int(old[bad][0]) - 1} stored there too",
+                )
+            self.owner[first + k] = gid

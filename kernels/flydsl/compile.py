@@ -147,13 +147,20 @@ def manifest() -> dict[str, Any]:
     return found
 
 
+def stale() -> str | None:
+    """Why the committed machine code says nothing about the present source, in a sentence, or None when it does."""
+    if manifest()["source"] == source_hash():
+        return None
+    return (
+        f"fixtures/isa holds machine code of another {SOURCE.name}; expected that of SHA-256 {source_hash()[:12]}: "
+        f"run `{COMMAND}` where {PACKAGE} is installed"
+    )
+
+
 def committed(kernel: str) -> str:
     """A kernel's committed machine code. Raises StaleError when it is not the present source's."""
-    if manifest()["source"] != source_hash():
-        raise StaleError(
-            f"fixtures/isa holds machine code of another version of {SOURCE.name}; expected that of SHA-256 "
-            f"{source_hash()[:12]}: run `{COMMAND}` where {PACKAGE} is installed"
-        )
+    if (why := stale()) is not None:
+        raise StaleError(why)
     return lzma.decompress((FIXTURES / f"{kernel}.s.xz").read_bytes()).decode()
 
 
@@ -193,10 +200,9 @@ def main(argv: list[str] | None = None) -> int:
     differ = {kernel: text for kernel, fresh in texts.items() if (text := difference(kernel, fresh))}
     for kernel, text in differ.items():
         print(f"{kernel}\n{text}")
-    if manifest()["source"] != source_hash():
-        print(f"the manifest is of another {SOURCE.name}: run `{COMMAND}`")
-        return 1
-    return int(bool(differ))
+    if (why := stale()) is not None:
+        print(why)
+    return int(bool(differ) or why is not None)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import pytest
 from mxgate.kernels import gfx950, numpy_reference
 from mxgate.kernels.flydsl import compile as isa
 from mxgate.kernels.flydsl import wgrad
+from mxgate.kernels.numpy_windowed import TILE, longest_first, supertile
+from mxgate.oracle.groups import spans
 
 ROUTINGS = {
     "32-shifted": ((288, 32, 0, 352), 96, 160, 704),
@@ -77,6 +80,42 @@ def test_many_experts_are_each_computed_once(make: Any) -> None:
     operands = make("wgrad", tuple(32 * (e in (0, 62, 63, 64, 66)) for e in range(67)), 16, 16)
     want = numpy_reference.wgrad(*operands).view(np.uint16)
     assert np.array_equal(call("shipping", operands)[0], want)
+
+
+@pytest.mark.parametrize("sizes", [(64, 768, 0, 544), (544, 32, 544)])
+def test_blocks_take_the_longest_expert_first_and_walk_supertiles(make: Any, sizes: tuple[int, ...]) -> None:
+    """The first blocks of the grid alone write the tiles that the model of the schedule gives to them."""
+    n, k = 300, 600
+    rows, columns = 2, 3
+    operands = make("wgrad", sizes, n, k)
+    groups = spans(operands[4])
+    order = [
+        (expert, *supertile(index, rows, columns))
+        for expert in longest_first(groups, len(sizes) * rows * columns)
+        for index in range(rows * columns)
+    ]
+    for blocks in (1, 7):
+        tiles = written(operands, blocks)[:, ::TILE, ::TILE]
+        assert set(map(tuple, np.argwhere(tiles))) == set(order[:blocks])
+
+
+def test_from_1024_blocks_on_the_order_is_that_of_the_experts(make: Any) -> None:
+    operands = make("wgrad", (32,) * 63 + (768,), 1024, 1024)
+    assert np.argwhere(written(operands, 1)[:, ::TILE, ::TILE]).tolist() == [[0, 0, 0]]
+    fewer = make("wgrad", (32,) * 62 + (768,), 1024, 1024)
+    assert np.argwhere(written(fewer, 1)[:, ::TILE, ::TILE]).tolist() == [[62, 0, 0]]
+
+
+def written(operands: list[Any], blocks: int) -> Any:
+    """Which elements of dW the first blocks of the shipping rung's grid write."""
+    dy_t, _, x_t, _, offsets = operands
+    plan = wgrad.launch_plan("shipping", dy_t.shape[0], x_t.shape[0], dy_t.shape[1], len(offsets))
+    plan = replace(plan, calls=(plan.calls[0], replace(plan.calls[1], blocks=blocks)))
+    dw = np.full((len(offsets), dy_t.shape[0], plan.row_pitch), 0x7FC0, np.uint16)
+    buffers = {**dict(zip(wgrad.OPERANDS, operands, strict=True)), "dw": dw}
+    buffers.update((name, np.full(size, 0xFF, np.uint8)) for name, size in plan.scratch.items())
+    wgrad.emulate(plan, buffers, hazards=False)
+    return dw != 0x7FC0
 
 
 # ---------------------------------------------------------------- plans

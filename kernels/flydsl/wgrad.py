@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,9 +19,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mxgate.kernels import gfx950
+from mxgate.kernels import flydsl, gfx950
 from mxgate.kernels.build import Build
-from mxgate.kernels.flydsl.compile import FIXTURES, machine_code
+from mxgate.kernels.flydsl.compile import machine_code
 from mxgate.oracle.groups import check_offsets
 
 Array = NDArray[Any]
@@ -210,7 +211,12 @@ _SHARED: dict[str, Any] = {
     "group_alignment": BLOCK,
     "accumulator": "mfma-scale-128",
     "device": "gfx950",
-    "sources": ("mxgate.kernels.flydsl.compile", str(FIXTURES.parents[1] / "kernels" / "flydsl" / "device.py")),
+    "sources": tuple(
+        f"{package.__name__}.{module.name}"
+        for package in (flydsl, gfx950)
+        for module in pkgutil.iter_modules(package.__path__)
+        if not module.name.startswith("test_")
+    ),
 }
 BUILDS = (
     Build("flydsl_simplest", target=f"{__name__}:simplest", **_SHARED),

@@ -353,16 +353,16 @@ class Step:
     def __init__(self, stripes: Stripes, parity: int) -> None:
         self.stripes, self.parity = stripes, parity
 
-    def reads(self, fragments: list[Any], operand: int, half: int) -> list[Callable[[], None]]:
-        """One action for each fragment of a half: read it and put it in its place."""
+    def reads(self, into: list[Any], operand: int, half: int) -> list[Callable[[], None]]:
+        """One action for each fragment of a half: read it and append it."""
 
         def one(index: int) -> None:
-            fragments[index] = self.stripes.read(self.parity, operand, index)
+            into.append(self.stripes.read(self.parity, operand, index))
 
         return [partial(one, i) for i in range(half * self.HALF, (half + 1) * self.HALF)]
 
-    def first_halves(self, into: tuple[list[Any], list[Any]]) -> list[Callable[[], None]]:
-        return self.reads(into[0], 0, 0) + self.reads(into[1], 1, 0)
+    def first_halves(self, a: list[Any], b: list[Any]) -> list[Callable[[], None]]:
+        return self.reads(a, 0, 0) + self.reads(b, 1, 0)
 
     def run(
         self,
@@ -379,8 +379,9 @@ class Step:
         newest, may still be out when the next step is read.
         """
         acc = list(acc)
-        a, b = fragments_of(early)
-        late = fragments_of([])
+        a, b = list(early[: self.HALF]), list(early[self.HALF :])
+        late_a: list[Any] = []
+        late_b: list[Any] = []
 
         def part(i0: int, j0: int, actions: Sequence[Callable[[], None]]) -> None:
             """16 matrix instructions, the actions spread evenly among them."""
@@ -401,15 +402,8 @@ class Step:
             part(1, 1, [])
         else:
             wait_copies(behind)
-            part(1, 1, following.first_halves(late))
-        return acc, late[0][: self.HALF] + late[1][: self.HALF]
-
-
-def fragments_of(early: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The fragments of A and of B, of which the first halves are at hand or none is."""
-    half = FRAGMENTS // 2
-    missing = [None] * half
-    return ([*early[:half], *missing], [*early[half:], *missing]) if early else ([None] * FRAGMENTS, [None] * FRAGMENTS)
+            part(1, 1, following.first_halves(late_a, late_b))
+        return acc, late_a + late_b
 
 
 def gradient(block: Block, stripes: Stripes, scales: Any) -> list[Any]:
@@ -448,15 +442,16 @@ def gradient(block: Block, stripes: Stripes, scales: Any) -> list[Any]:
         for fill in step:
             fill()
     wait_copies(2 * FILLS)
-    early = fragments_of([])
-    for read in even.first_halves(early):
+    first_a: list[Any] = []
+    first_b: list[Any] = []
+    for read in even.first_halves(first_a, first_b):
         read()
-    state = [zeros()] * outputs + early[0][: FRAGMENTS // 2] + early[1][: FRAGMENTS // 2] + carried
+    state = [zeros()] * outputs + first_a + first_b + carried
     state = loop(origin, last - BODY, BODY, state, body)
     state = body(last - BODY, state, bounded=True)
     pick = scales.unpack(last, state[outputs + FRAGMENTS :])
-    acc, first = even.run(state[:outputs], state[outputs : outputs + FRAGMENTS], pick(0), [], 0, odd)
-    acc, _ = odd.run(acc, first, pick(1), [], 0, None)
+    acc, early = even.run(state[:outputs], state[outputs : outputs + FRAGMENTS], pick(0), [], 0, odd)
+    acc, _ = odd.run(acc, early, pick(1), [], 0, None)
     settle(12)
     return acc
 

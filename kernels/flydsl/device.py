@@ -125,9 +125,10 @@ def lds(address: Any, offset: int = 0) -> ir.Value:
 def loop(
     first: Any, end: Any, step: int, init: Sequence[Any], body: Callable[[Any, list[Any]], Sequence[Any]]
 ) -> list[Any]:
-    """for i in range(first, end, step): init = body(i, init), at run time, all of it in registers."""
+    """for i in range(first, end, step): init = body(i, init), at run time, all of it in registers; not unrolled."""
     bound = [raw(U32(v)) for v in (first, end, step)]
     op = scf.ForOp(*bound, [raw(v) for v in init])
+    op.attributes["loop_annotation"] = ir.Attribute.parse("#llvm.loop_annotation<unroll = <disable = true>>")
     with ir.InsertionPoint(op.body):
         scf.YieldOp([raw(v) for v in body(U32(op.induction_variable), list(op.inner_iter_args))])
     return list(op.results)
@@ -217,15 +218,13 @@ def expert_of(slot: Any, lane: Any, offsets: ir.Value, experts: Any, blocks: Any
     """The expert of a slot: longest window first, or, with many blocks or more experts than lanes, the slot itself."""
     start, end = span_of(offsets, lane)
     _, count = bodies(start, end)
-    length = select(lane < experts, count, 0)
+    key = (count << 6) | (63 - lane)  # all different; on a tie the lower index is the greater
 
-    def count_longer(other: Any, carried: list[Any]) -> list[Any]:
-        theirs = U32(rocdl.readlane(T.i32, raw(length), raw(other)))
-        ahead = (theirs > length) | ((theirs == length) & (other < lane))
-        return [U32(carried[0]) + select(ahead, 1, 0)]
+    def count_greater(other: Any, carried: list[Any]) -> list[Any]:
+        return [U32(carried[0]) + select(U32(rocdl.readlane(T.i32, raw(key), raw(other))) > key, 1, 0)]
 
     ranked = (experts <= 64) & (blocks < RANKED)
-    (rank,) = loop(0, select(ranked, experts, 0), 1, [U32(0)], count_longer)
+    (rank,) = loop(0, uniform(select(ranked, experts, 0)), 1, [U32(0)], count_greater)
     mine = rocdl.ballot(T.i64, raw((U32(rank) == slot) & (lane < experts)))
     found = U32(llvm.trunc(T.i32, llvm.intr_cttz(mine, False), []))
     return uniform(select(ranked, found, slot))

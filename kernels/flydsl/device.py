@@ -522,11 +522,13 @@ class RowScales:
                 if self.wide:
                     found += words_of(load(T.vec(2, T.i32), plane, at, token >> 5), 2)
                 else:
-                    each = [load_byte(plane, at + i, token >> 5) for i in range(8)]
-                    found += [pack(each[:4]), pack(each[4:])]
+                    found += [load_byte(plane, at + i, token >> 5) for i in range(8)]
         return found
 
     def unpack(self, token: Any, carried: list[Any]) -> Callable[[int], Callable[[int, int], Any]]:
+        if not self.wide:
+            carried = [pack([U32(byte) for byte in carried[i : i + 4]]) for i in range(0, len(carried), 4)]
+
         def of(step: int) -> Callable[[int, int], Any]:
             first = token + step * STEP + (self.block.group << 5)
             ours = (first - self.block.start) < (self.block.end - self.block.start)

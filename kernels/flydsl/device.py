@@ -395,7 +395,8 @@ class Step:
 
         part(0, 0, self.reads(b, 1, 1))
         part(0, 1, self.reads(a, 0, 1))
-        wait_reads()
+        if fills:
+            wait_reads()
         part(1, 0, fills)
         if following is None:
             part(1, 1, [])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mxgate.kernels.gfx950 import memory
-from mxgate.kernels.gfx950.hazards import Access, Finding, LdsShadow, Recorder, StoreShadow
+from mxgate.kernels.gfx950.hazards import Access, Finding, Judge, LdsShadow, Recorder, StoreShadow
 from mxgate.kernels.gfx950.memory import BASE, Memory, gather, scatter
 from mxgate.kernels.gfx950.mfma import FORMS, MODELS
 from mxgate.kernels.gfx950.plan import BRANCHES, Entry, Plan, Program, program
@@ -90,6 +90,9 @@ class Machine:
         if self.hazards:
             self.found.report(kind, inst, st, bad, address, detail)
 
+    def judge(self, inst: Instruction) -> Judge:
+        return Judge(self.found, inst, self.kernel)
+
     # ---- LDS: an access is a payload (absolute addresses, data, active lanes, issue time, interval's begin)
     def lds_access(
         self, inst: Instruction, st: Waves, address: Array, size: int, data: Array | None
@@ -121,9 +124,7 @@ class Machine:
         address, _, active, issued, since = payload
         self.clock += 1
         if self.shadow is not None:
-            self.shadow.on_read(
-                self.found, inst, st, Access(address, active, size, issued, since), self.clock, self.kernel
-            )
+            self.shadow.on_read(self.judge(inst), st, Access(address, active, size, issued, since), self.clock)
         if not self.lds_bytes:
             return np.zeros((st.n, 64, max(size // 4, 1)), np.uint32), active
         return self._load(address, size), active
@@ -143,10 +144,15 @@ class Machine:
                 equal: Array = (now == new).all(-1)
                 return equal
 
-            access = Access(address, active, size, issued, since)
-            self.shadow.on_write(self.found, inst, st, access, self.clock, dma, same, self.kernel)
+            access = Access(address, active, size, issued, since, dma if active is None else None)
+            self.shadow.on_write(self.judge(inst), st, access, self.clock, dma, same)
         if active is None and size == 16 and not (address & 15).any():
-            self.lds.view(np.complex128)[address >> 4] = np.ascontiguousarray(data).view(np.complex128)[..., 0]
+            rows = address[:, 0] >> 4
+            words = np.ascontiguousarray(data).view(np.complex128)[..., 0]
+            if dma and not (rows & 63).any() and self.lds.size % 1024 == 0:
+                self.lds.view(np.complex128).reshape(-1, 64)[rows >> 6] = words
+            else:
+                self.lds.view(np.complex128)[address >> 4] = words
             return
         if active is not None:
             address, data = address[active], data[active]
@@ -163,7 +169,7 @@ class Machine:
         if self.shadow is not None:
             nothing = np.ones((st.n, 64), bool)  # atomics may meet, so they are recorded and not judged
             access = Access(address, active, 4, issued, since)
-            self.shadow.on_write(self.found, inst, st, access, self.clock, False, lambda: nothing, self.kernel)
+            self.shadow.on_write(self.judge(inst), st, access, self.clock, False, lambda: nothing)
         lanes = np.argwhere(np.ones((st.n, 64), bool) if active is None else active)
         lanes = lanes[self.random.permutation(len(lanes))]
         words = self.lds.view(np.uint32)
@@ -179,7 +185,7 @@ class Machine:
 
 def _granules(kernel: Kernel) -> tuple[int, int]:
     """(LDS, device memory): the narrowest access the kernel makes to each, in bytes."""
-    lds, stores = [16], [4]
+    lds, stores = [16], [16]
     for i in kernel.instructions:
         n = memory.ds_bytes(i.base)
         if n is not None:
@@ -187,7 +193,9 @@ def _granules(kernel: Kernel) -> tuple[int, int]:
         if "lds" in i.modifiers or "_lds_" in i.base:
             lds.append(16 if i.base.endswith("dwordx4") else 4)
         if "_store_" in i.base:
-            stores.append(memory.STORE_NARROW.get(i.base.split("_store_")[1], (4, 0))[0])
+            form = i.base.split("_store_")[1]
+            wide = memory.WIDTHS.get(form, 4)
+            stores.append(memory.STORE_NARROW[form][0] if form in memory.STORE_NARROW else 4 if wide == 12 else wide)
     return min(lds), min(stores)
 
 

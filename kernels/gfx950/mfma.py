@@ -12,7 +12,7 @@ result is still rounded per instruction, from a sum that is exact or checked (se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -47,6 +47,9 @@ FORMATS = {
 }
 BF16, F16 = Element("bf16", 16, 400, -133), Element("f16", 16, 41, -24)
 FP8, BF8 = FORMATS[0], FORMATS[1]
+
+
+CHUNK = 262144  # bytes of decoded operands a product works on at a time: they stay in the second-level cache
 
 
 class Form(NamedTuple):
@@ -169,47 +172,73 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     )
 
 
-# ------------------------------------------------------------------------------------- decoding
+# ------------------------------------------------------------------------------------- operands as they were
+class Shelf:
+    """Where a block keeps operands of one shape until its products run: their registers may be reused before that.
+
+    words: uint32[waves, slots, runs, 64, words of a run], so that the elements of a run lie together; scales: uint8[waves,
+    slots, 64]. Slots are handed out while the block is planned.
+    """
+
+    def __init__(self, runs: int, words: int) -> None:
+        self.runs, self.words_each, self.slots = runs, words, 0
+        self.words = np.empty((0, 0, 0, 0, 0), np.uint32)
+        self.scales = np.empty((0, 0, 0), np.uint8)
+
+    def keep(self, slot: int, source: Source) -> Callable[[Waves], None]:
+        first, q, shift = source.planes[0], self.words_each, np.uint32(8 * source.byte)
+
+        def capture(st: Waves) -> None:
+            if len(self.words) < st.n:
+                self.words = np.empty((st.n, self.slots, self.runs, 64, q), np.uint32)
+                self.scales = np.empty((st.n, self.slots, 64), np.uint8)
+            for k in range(self.runs * q):
+                self.words[: st.n, slot, k // q, :, k % q] = st.r[first + k]
+            if source.scale is not None:
+                self.scales[: st.n, slot] = (source.scale(st) >> shift).astype(np.uint8)
+
+        return capture
+
+
+def shape_of(element: Element, registers: int) -> tuple[int, int]:
+    """(runs, words of a run) of an operand: eight registers of 8-bit elements are two runs of 16, all else is one."""
+    return (2, 4) if element.bits == 8 and registers == 8 else (1, registers)
+
+
 def _sixes(octets: Array) -> Array:
     """[..., 24] bytes -> [..., 32] six-bit codes, lowest bits first."""
-    b = octets.reshape(*octets.shape[:-1], 8, 3)
+    b = octets.reshape(*octets.shape[:-1], -1, 3)
     x, y, z = b[..., 0], b[..., 1], b[..., 2]
-    codes = np.stack([x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2], -1)
-    return codes.reshape(*octets.shape[:-1], 32)
+    return np.stack([x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2], -1)
 
 
-def decode(
-    raw: Sequence[Array], scales: Sequence[Array] | None, element: Element, form: Form
-) -> tuple[Array, Array | None]:
-    """Operands as float64 [waves, operands * rows, k] in true k order, and their scale bytes [waves, operands * rows, blocks].
-
-    raw: an array uint32[registers, waves, 64] per operand; scales: uint32[waves, 64] of scale bytes per operand, or None.
-    """
-    x = np.stack(raw)
-    n, registers, waves, _ = x.shape
+def decode(words: Array, element: Element, form: Form) -> Array:
+    """Operands as float64 [waves, operands * rows, k] in true k order; words as a Shelf holds them."""
+    waves, n, runs, _, q = words.shape
     rows, groups = form.rows, 64 // form.rows
-    if element.bits == 8 and registers == 8:
-        x = x.reshape(n, 2, 4, waves, groups // 2, 2, rows).transpose(3, 0, 6, 1, 4, 5, 2)
-    else:
-        x = x.reshape(n, registers, waves, groups, rows).transpose(2, 0, 4, 3, 1)
-    x = np.ascontiguousarray(x)
+    run = {2: np.dtype(np.complex64), 4: np.dtype(np.complex128)}.get(q, np.dtype(f"V{4 * q}"))
+    lanes = np.ascontiguousarray(words).view(run).reshape(waves, n, runs, groups, rows)
+    octets = np.ascontiguousarray(lanes.transpose(0, 1, 4, 2, 3)).view(np.uint8)
     if element.bits == 8:
-        y = floats.PAIRS8[element.name].take(x.view(np.uint16)).view(np.float64)
+        y = (floats.FP8 if element.name == "fp8" else floats.BF8).take(octets)
     elif element.bits == 4:
-        y = floats.PAIRS4.take(x.view(np.uint8)).view(np.float64)
+        y = floats.PAIRS4.take(octets).view(np.float64)
     elif element.bits == 6:
-        y = (floats.FP6 if element.name == "fp6" else floats.BF6).take(_sixes(x.view(np.uint8)))
+        codes = _sixes(octets.reshape(-1, 4 * q))
+        y = (floats.FP6 if element.name == "fp6" else floats.BF6).take(codes)
     elif element.name == "bf16":
-        y = (x.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        y = (octets.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     else:
-        y = x.view(np.float16).astype(np.float64)
-    y = y.reshape(waves, n * rows, form.k)
-    if scales is None:
-        return y, None
-    s = np.stack(scales).reshape(n, waves, groups, rows).transpose(1, 0, 3, 2).reshape(waves, n * rows, groups)
-    blocks = y.reshape(waves, n * rows, groups, 32)
-    blocks *= floats.E8M0.take(s)[..., None]
-    return y, s
+        y = octets.view(np.float16).astype(np.float64)
+    return y.reshape(waves, n * rows, form.k)
+
+
+def apply_scales(y: Array, scales: Array, form: Form) -> None:
+    """Multiply [waves, operands * rows, k] by 2**(byte - 127) of each row's 32-blocks, in place. scales: uint8[waves, operands, 64]."""
+    waves, n, _ = scales.shape
+    blocks = 64 // form.rows
+    s = scales.reshape(waves, n, blocks, form.rows).swapaxes(2, 3)
+    y.reshape(waves, n, form.rows, blocks, 32)[...] *= floats.E8M0.take(s)[..., None]
 
 
 # ------------------------------------------------------------------------------------- batches
@@ -228,9 +257,11 @@ class Batch:
         if not isinstance(m.c, float):
             reads |= set(m.c)
         d = set(m.d)
-        if any((m.a.key, m.b.key) == (o.a.key, o.b.key) for o, _, _ in self.members):
-            return True  # one result a pair of operands is what a rectangle can hold
         return bool(reads & self.results or d & self.results or d & self.accumulators)
+
+    def holds(self, slot_a: int, slot_b: int) -> bool:
+        """Whether this pair of operands is here already: one result a pair is what a rectangle can hold."""
+        return any((slot_a, slot_b) == (a, b) for _, a, b in self.members)
 
     def add(self, m: Matrix, slot_a: int, slot_b: int) -> None:
         self.members.append((m, slot_a, slot_b))
@@ -243,13 +274,13 @@ class Batch:
         mine = self.results | self.accumulators if writes else self.results
         return not mine.isdisjoint(registers)
 
-    def close(self) -> Callable[[Waves], None]:
+    def close(self, shelves: Mapping[tuple[int, int], Shelf]) -> Callable[[Waves], None]:
         """The batch as one step: members grouped by form and format, then into rectangles of A x B operands."""
         kinds: dict[tuple[object, ...], list[tuple[Matrix, int, int]]] = {}
         for m, sa, sb in self.members:
             constant = m.c if isinstance(m.c, float) else None
             kinds.setdefault((m.form, m.a.element, m.b.element, constant), []).append((m, sa, sb))
-        parts = [_Product(members, self.model) for members in kinds.values()]
+        parts = [_Product(members, self.model, shelves) for members in kinds.values()]
         if len(parts) == 1:
             return parts[0].run
 
@@ -263,136 +294,150 @@ class Batch:
 class _Product:
     """Members of one form, format pair and kind of accumulator (registers, or one constant)."""
 
-    def __init__(self, members: list[tuple[Matrix, int, int]], model: str) -> None:
+    def __init__(
+        self, members: list[tuple[Matrix, int, int]], model: str, shelves: Mapping[tuple[int, int], Shelf]
+    ) -> None:
         first = members[0][0]
         self.form, self.ea, self.eb = first.form, first.a.element, first.b.element
         self.model = model
         partners: dict[int, dict[int, Matrix]] = {}
         for m, sa, sb in members:
             partners.setdefault(sa, {})[sb] = m
-        by_set: dict[tuple[int, ...], list[int]] = {}
+        self.shelf_a, self.shelf_b = (shelves[shape_of(s.element, len(s.planes))] for s in (first.a, first.b))
+        groups: dict[frozenset[int], list[int]] = {}
         for sa, row in partners.items():
-            by_set.setdefault(tuple(sorted(row, key=lambda s, r=row: r[s].d)), []).append(sa)
-        groups: dict[frozenset[int], tuple[tuple[int, ...], list[int]]] = {}
-        for order, rows in by_set.items():
-            groups.setdefault(frozenset(order), (order, []))[1].extend(rows)
-        self.slots_a: list[int] = []
-        self.slots_b = sorted({sb for _, _, sb in members})
-        self.rectangles: list[tuple[slice, Array | None, int, Array, Array | float]] = []
-        for order, rows in groups.values():
-            rows.sort(key=lambda s, o=order: partners[s][o[0]].d)
-            at = len(self.slots_a)
-            self.slots_a += rows
+            groups.setdefault(frozenset(row), []).append(sa)
+        slots_a: list[int] = []
+        slots_b = sorted({sb for _, _, sb in members}, key=lambda s: min(r[s].d for r in partners.values() if s in r))
+        self.rectangles: list[tuple[slice, Array | None, Array, Array | float]] = []
+        for chosen, rows in groups.items():
+            order = [b for b in slots_b if b in chosen]
+            rows.sort(key=lambda s, o=order[0]: partners[s][o].d)
+            at = len(slots_a)
+            slots_a += rows
             d = np.array([[partners[s][o].d for o in order] for s in rows])
-            cs = [[partners[s][o].c for o in order] for s in rows]
-            columns = [self.slots_b.index(o) for o in order]
-            index = None if columns == list(range(len(self.slots_b))) else np.array(columns)
-            c: Array | float = first.c if isinstance(first.c, float) else np.array(cs)
-            self.rectangles.append((slice(at, at + len(rows)), index, len(order), d, c))
-        operand_bytes = (len(self.slots_a) + len(self.slots_b)) * self.form.rows * self.form.k * 8
-        self.chunk = max(1, 393216 // operand_bytes)
+            c: Array | float = (
+                first.c if isinstance(first.c, float) else np.array([[partners[s][o].c for o in order] for s in rows])
+            )
+            every = [slots_b.index(o) * self.form.rows + k for o in order for k in range(self.form.rows)]
+            index = None if len(order) == len(slots_b) else np.array(every)
+            self.rectangles.append(
+                (
+                    slice(at * self.form.rows, (at + len(rows)) * self.form.rows),
+                    index,
+                    d,
+                    c if isinstance(c, float) else c.ravel(),
+                )
+            )
+        self.slots_a, self.slots_b = _range(slots_a), _range(slots_b)
+        operand_bytes = (len(slots_a) + len(slots_b)) * self.form.rows * self.form.k * 8
+        self.chunk = max(1, CHUNK // operand_bytes)
         self.exact_bits = 53 - (self.form.k - 1).bit_length() - self.ea.span - self.eb.span
 
     def run(self, st: Waves) -> None:
-        form = self.form
-        groups = 64 // form.rows
-        quads = 1 if form.rows == 16 else 4
-        cap = st.captured
-        for lo in range(0, st.n, self.chunk):
-            hi = min(lo + self.chunk, st.n)
-            w = hi - lo
-            a, sa = self._side(cap, self.slots_a, self.ea, lo, hi)
-            b, sb = self._side(cap, self.slots_b, self.eb, lo, hi)
-            for rows, index, nb, d, c in self.rectangles:
-                x = a[:, rows.start * form.rows : rows.stop * form.rows]
-                y, ys = b, sb
-                if index is not None:
-                    pick = (index[:, None] * form.rows + np.arange(form.rows)).ravel()
-                    y = b[:, pick]
-                    ys = None if sb is None else sb[:, pick]
-                xs = None if sa is None else sa[:, rows.start * form.rows : rows.stop * form.rows]
-                na = rows.stop - rows.start
-                shape = (na, nb, quads, 4, w, groups, form.rows)
-
-                def turn(p: Array, na: int = na, nb: int = nb, w: int = w) -> Array:
-                    """[w, na * rows, nb * rows] -> registers' order."""
-                    return p.reshape(w, na, quads, groups, 4, nb, form.rows).transpose(1, 5, 2, 4, 0, 3, 6)
-
-                acc: Array | float
-                if isinstance(c, float):
-                    acc = c
-                else:
-                    acc = st.registers[c.ravel(), lo:hi].view(np.float32).reshape(shape)
-                with np.errstate(all="ignore"):
+        rows, n = self.form.rows, st.n
+        words_a, words_b = self.shelf_a.words[:n, self.slots_a], self.shelf_b.words[:n, self.slots_b]
+        scales_a = self.shelf_a.scales[:n, self.slots_a] if self.form.scaled else None
+        scales_b = self.shelf_b.scales[:n, self.slots_b] if self.form.scaled else None
+        exact = self._exact(n, scales_a, scales_b)
+        with np.errstate(all="ignore"):
+            for lo in range(0, n, self.chunk):
+                hi = min(lo + self.chunk, n)
+                a, b = decode(words_a[lo:hi], self.ea, self.form), decode(words_b[lo:hi], self.eb, self.form)
+                if scales_a is not None and scales_b is not None:
+                    apply_scales(a, scales_a[lo:hi], self.form)
+                    apply_scales(b, scales_b[lo:hi], self.form)
+                for span, index, d, c in self.rectangles:
+                    x, y = a[:, span], b if index is None else b[:, index]
+                    shape = (*d.shape[:2], d.shape[2] // 4, 4, hi - lo, 64 // rows, rows)
+                    acc: Array | float = c
+                    if not isinstance(c, float):
+                        acc = st.registers[c, lo:hi].view(np.float32).reshape(shape)
                     if self.model == "exact-rne":
-                        out = self._rne(x, y, xs, ys, acc, turn)
+                        out = self._rne(x, y, acc, shape, bool(exact[lo:hi].all()))
                     else:
-                        out = _groups_of_16(x, y, acc, turn)
-                st.registers[d.ravel(), lo:hi] = out.reshape(d.size, w, 64).view(np.uint32)
+                        out = _groups_of_16(x, y, acc, shape)
+                    st.registers[d.ravel(), lo:hi] = out.reshape(d.size, hi - lo, 64).view(np.uint32)
 
-    @staticmethod
-    def _side_scales(cap: dict[int, Array], slots: list[int], lo: int, hi: int) -> list[Array] | None:
-        found = [cap.get(-1 - s) for s in slots]
-        return None if found[0] is None else [x[lo:hi] for x in found if x is not None]
+    def _exact(self, n: int, sa: Array | None, sb: Array | None) -> Array:
+        """bool[waves]: float64 holds every sum of products exactly, and no sum is a float32 denormal that needs more care."""
+        low = self.ea.low + self.eb.low
+        if self.exact_bits < 0 or sa is None or sb is None:
+            return np.full(n, self.exact_bits >= 0 and low >= -149)
+        shape = (n, -1, 64 // self.form.rows, self.form.rows)
+        a, b = sa.reshape(shape), sb.reshape(shape)
+        high_a, low_a, high_b, low_b = a.max(2), a.min(2), b.max(2), b.min(2)
+        spread = (high_a - low_a).max((1, 2)).astype(int) + (high_b - low_b).max((1, 2))
+        least = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
+        return (spread <= self.exact_bits) & (least >= -149)
 
-    def _side(
-        self, cap: dict[int, Array], slots: list[int], e: Element, lo: int, hi: int
-    ) -> tuple[Array, Array | None]:
-        return decode([cap[s][:, lo:hi] for s in slots], self._side_scales(cap, slots, lo, hi), e, self.form)
-
-    def _rne(
-        self, x: Array, y: Array, xs: Array | None, ys: Array | None, acc: Array | float, turn: Callable[[Array], Array]
-    ) -> Array:
-        """One rounding of the exact sum. float64 sums of these products are exact while scales spread little; then only a
-        sum that lands on a float32 tie can go wrong, and is redone. Where they spread, an error bound says which sums are
-        not certain, and those are redone."""
-        product = np.matmul(x, y.swapaxes(1, 2))
-        s = np.add(turn(product), acc, dtype=np.float64)
-        if not self._narrow(xs, ys):
-            bound = turn(np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2))) * 2.0**-44 + np.abs(s) * 2.0**-51
-            out = s.astype(np.float32)
-            unsure = (
-                ((s - bound).astype(np.float32) != (s + bound).astype(np.float32)) & np.isfinite(bound) & np.isfinite(s)
-            )
+    def _rne(self, x: Array, y: Array, acc: Array | float, shape: tuple[int, ...], exact: bool) -> Array:
+        """One rounding of the exact sum. Where float64 sums of the products are exact, only a sum with C that lands on a
+        float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain; those are redone."""
+        product = _turn(np.matmul(x, y.swapaxes(1, 2)), shape)
+        s = np.add(product, acc, dtype=np.float64)
+        out = s.astype(np.float32)
+        if exact:
+            unsure = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
         else:
-            out = s.astype(np.float32)
-            tie = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-            if not tie.any():
-                return out
-            unsure = tie & np.isfinite(s)
-        if unsure.any():
-            self._redo(np.argwhere(unsure), x, y, acc, out)
+            # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most |x| |y|.
+            bound = (
+                _turn(_norm(x)[:, :, None] * (_norm(y) * (self.form.k * 1.01 * 2.0**-53))[:, None, :], shape)
+                + np.abs(s) * 2.0**-51
+            )
+            unsure = (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
+            if np.count_nonzero(unsure) > 64:
+                bound = (
+                    _turn(np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2)), shape) * (self.form.k * 1.01 * 2.0**-53)
+                    + np.abs(s) * 2.0**-51
+                )
+                unsure = (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
+        flat = np.flatnonzero(unsure)
+        if not len(flat):
+            return out
+        where = np.unravel_index(flat, s.shape)
+        doubt = np.isfinite(s.reshape(-1)[flat])
+        if exact:  # most ties are exact sums, which the cast has rounded rightly
+            c = acc if isinstance(acc, float) else acc[where].astype(np.float64)
+            doubt &= floats.two_sum(product[where], c)[1] != 0
+        if doubt.any():
+            self._redo(tuple(k[doubt] for k in where), x, y, acc, out)
         return out
 
-    def _narrow(self, xs: Array | None, ys: Array | None) -> bool:
-        if self.exact_bits < 0:
-            return False
-        if xs is None or ys is None:
-            return self.ea.low + self.eb.low >= -149
-        lowest = int(xs.min()) + int(ys.min()) - 254 + self.ea.low + self.eb.low
-        if lowest < -149:
-            return False
-        if int(xs.max()) + int(ys.max()) - int(xs.min()) - int(ys.min()) <= self.exact_bits:
-            return True
-        spread = int((xs.max(-1) - xs.min(-1)).max()) + int((ys.max(-1) - ys.min(-1)).max())
-        return spread <= self.exact_bits
-
-    def _redo(self, where: Array, x: Array, y: Array, acc: Array | float, out: Array) -> None:
+    def _redo(self, where: tuple[Array, ...], x: Array, y: Array, acc: Array | float, out: Array) -> None:
         """Exact sums, rounded once, for the listed elements (indices into the registers' order)."""
-        i, j, quad, low, w, g, col = where.T
+        i, j, quad, low, w, g, col = where
         groups, rows = 64 // self.form.rows, self.form.rows
-        row = i * rows + quad * 4 * groups + 4 * g + low
-        terms = x[w, row] * y[w, j * rows + col]
-        c = np.full(len(where), acc) if isinstance(acc, float) else acc[tuple(where.T)].astype(np.float64)
-        if 53 - 5 - self.ea.span - self.eb.span >= 0:  # each block of 32 sums exactly, so five terms are left
-            blocks = terms.reshape(len(where), -1, 32).sum(-1)
-            out[tuple(where.T)] = floats.sum_once(np.concatenate([blocks, c[:, None]], 1))
+        terms = x[w, i * rows + quad * 4 * groups + 4 * g + low] * y[w, j * rows + col]
+        c = np.full(len(i), acc) if isinstance(acc, float) else acc[where].astype(np.float64)
+        if 53 - 5 - self.ea.span - self.eb.span >= 0:  # each block of 32 sums exactly, so few terms are left
+            blocks = terms.reshape(len(i), -1, 32).sum(-1)
+            out[where] = floats.sum_once(np.concatenate([blocks, c[:, None]], 1))
             return
-        for n, at in enumerate(map(tuple, where)):
+        for n, at in enumerate(zip(*where, strict=True)):
             values = [*terms[n].tolist(), float(c[n])]
             total = math.fsum(values)
             rest = math.fsum([*values, -total])
-            out[at] = floats.to_odd(np.array(total), np.array(rest)).astype(np.float32)
+            out[at] = floats.to_odd(np.array([total]), np.array([rest])).astype(np.float32)[0]
+
+
+def _range(slots: list[int]) -> slice | list[int]:
+    """Slots that follow one another as a slice, so that taking them copies nothing."""
+    if slots == list(range(slots[0], slots[0] + len(slots))):
+        return slice(slots[0], slots[0] + len(slots))
+    return slots
+
+
+def _norm(x: Array) -> Array:
+    """Euclidean length of each row [waves, rows, k], a little rounded up."""
+    length: Array = np.sqrt(np.einsum("wrk,wrk->wr", x, x)) * (1 + 2.0**-40)
+    return length
+
+
+def _turn(p: Array, shape: tuple[int, ...]) -> Array:
+    """[waves, A operands * rows, B operands * rows] -> the registers' order (A, B, quad, register, wave, lane group, column)."""
+    na, nb, quads, _, w, groups, rows = shape
+    return p.reshape(w, na, quads, groups, 4, nb, rows).transpose(1, 5, 2, 4, 0, 3, 6)
 
 
 def _cut(x: Array) -> Array:
@@ -402,10 +447,10 @@ def _cut(x: Array) -> Array:
     return x
 
 
-def _groups_of_16(x: Array, y: Array, acc: Array | float, turn: Callable[[Array], Array]) -> Array:
+def _groups_of_16(x: Array, y: Array, acc: Array | float, shape: tuple[int, ...]) -> Array:
     total: Array | None = None
     for k in range(0, x.shape[2], 16):
-        part = turn(_cut(np.matmul(x[:, :, k : k + 16], y[:, :, k : k + 16].swapaxes(1, 2))))
+        part = _turn(_cut(np.matmul(x[:, :, k : k + 16], y[:, :, k : k + 16].swapaxes(1, 2))), shape)
         total = _cut(np.add(part, acc if total is None else total, dtype=np.float64))
     assert total is not None
     return total.astype(np.float32)

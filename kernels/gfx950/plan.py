@@ -16,7 +16,7 @@ import numpy as np
 
 from mxgate.kernels.gfx950 import memory, mfma, salu, valu
 from mxgate.kernels.gfx950.hazards import register_name
-from mxgate.kernels.gfx950.mfma import Batch, Source, wait_states
+from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, shape_of, wait_states
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Layout, Step, Waves, allowed
 from mxgate.kernels.gfx950.text import EXEC, SCC, VCC, Instruction, Kernel
 
@@ -128,6 +128,7 @@ class _Planner:
         self.checked: list[Op] = []
         self.batch: Batch | None = None
         self.slots: dict[tuple[object, ...], int] = {}
+        self.shelves: dict[tuple[int, int], Shelf] = {}
         self.versions: dict[int, int] = {}
 
     def _hold(self, index: int, by: int) -> None:
@@ -178,8 +179,6 @@ class _Planner:
             if control is not None or i in p.starts or i >= len(p.steps):
                 break
         self._flush()
-        if any(True for _ in self.slots):
-            self.emit(lambda st: st.captured.clear())
         matrix = tuple((m, self.time - t) for m, t in self.matrix if self.time - t <= LONGEST) if p.hazards else ()
         return Plan(
             self.ops,
@@ -289,29 +288,25 @@ class _Planner:
         m = step.matrix
         if self.batch is not None and self.batch.conflicts(m):
             self._flush()
-        slots = [self._capture(m.a, m.form.scaled), self._capture(m.b, m.form.scaled)]
+        slots = self._capture(m.a), self._capture(m.b)
+        if self.batch is not None and self.batch.holds(*slots):
+            self._flush()
         if self.batch is None:
             self.batch = Batch(self.p.model)
         self.batch.add(m, *slots)
         self.matrix.append((step.inst.index, self.time))
 
-    def _capture(self, source: Source, scaled: bool) -> int:
+    def _capture(self, source: Source) -> int:
         """Keep an operand as it is now: its registers may be reused before the batch runs."""
         versions = tuple(self.versions.get(r, 0) for r in (*source.planes, *source.scale_ids))
         key = (source.key, versions)
-        if key in self.slots:
-            return self.slots[key]
-        slot = self.slots[key] = len(self.slots)
-        planes, scale, shift = source.planes, source.scale, np.uint32(8 * source.byte)
-        first, last = planes[0], planes[-1] + 1
-
-        def capture(st: Waves) -> None:
-            st.captured[slot] = st.registers[first:last].copy()
-            if scale is not None:
-                st.captured[-1 - slot] = np.broadcast_to((scale(st) >> shift) & np.uint32(255), (st.n, 64))
-
-        self.emit(capture)
-        return slot
+        if key not in self.slots:
+            shape = shape_of(source.element, len(source.planes))
+            shelf = self.shelves.setdefault(shape, Shelf(*shape))
+            self.slots[key] = shelf.slots
+            shelf.slots += 1
+            self.emit(shelf.keep(self.slots[key], source))
+        return self.slots[key]
 
     def _flush_for(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
         if self.batch is not None and (self.batch.touches(reads, False) or self.batch.touches(writes, True)):
@@ -319,7 +314,7 @@ class _Planner:
 
     def _flush(self) -> None:
         if self.batch is not None:
-            self.emit(self.batch.close())
+            self.emit(self.batch.close(self.shelves))
             self.batch = None
 
 

@@ -71,7 +71,7 @@ def _bfe(x: Array, y: Array) -> Array:
 def _bfe_signed(x: Array, y: Array) -> Array:
     offset = (y & 31).view(np.uint32).astype(np.int64)
     width = np.minimum((y.view(np.uint32) >> _u32(16)) & _u32(127), _u32(32)).astype(np.int64)
-    field = (x.view(np.uint32).astype(np.int64) >> offset) & ((np.int64(1) << width) - 1)
+    field = (x.astype(np.int64) >> offset) & ((np.int64(1) << width) - 1)
     sign = np.where(width > 0, np.int64(1) << np.maximum(width - 1, 0), 0)
     return ((field ^ sign) - sign).astype(np.int32)
 

@@ -36,7 +36,6 @@ class Waves:
         self.wg, self.gid, self.slot = wg, gid, slot
         self.vm: list[Any] = []
         self.lg: list[Any] = []
-        self.captured: dict[int, Array] = {}
         self.initialised = np.zeros(SCALAR_BASE + SCALARS, bool)
         self.partial: dict[int, Array] = {}
         self.executed = 0
@@ -65,7 +64,6 @@ class Waves:
         other.wg, other.gid, other.slot = self.wg[index], self.gid[index], self.slot[index]
         other.vm = [_take(p, index) for p in self.vm]
         other.lg = [_take(p, index) for p in self.lg]
-        other.captured = {}
         other.initialised = self.initialised.copy()
         other.partial = {k: v[index] for k, v in self.partial.items()}
         other.executed, other.pc = self.executed, self.pc
@@ -93,7 +91,7 @@ class Waves:
     def merge(a: Waves, b: Waves) -> Waves:
         """One group of two that stand at the same instruction with the same outstanding operations."""
         out = Waves.__new__(Waves)
-        out.machine, out.captured = a.machine, {}
+        out.machine = a.machine
         for name in ("scc", "wg", "gid", "slot"):
             setattr(out, name, np.concatenate([getattr(a, name), getattr(b, name)]))
         out.vm = [_join(p, q) for p, q in zip(a.vm, b.vm, strict=True)]

@@ -470,7 +470,7 @@ ROWS: dict[str, Row] = {
     "v_cvt_f64_u32": Row("F", "u", lambda x: x.astype(np.float64)),
     "v_cvt_i32_f64": Row("i", "F", lambda x: _to_int(x, -(1 << 31), (1 << 31) - 1, np.int32)),
     "v_cvt_u32_f64": Row("u", "F", lambda x: _to_int(x, 0, 0xFFFFFFFF, u32)),
-    "v_cvt_pk_bf16_f32": Row("u", "ff", lambda x, y: floats.bf16_bits(x) | (floats.bf16_bits(y) << u32(16))),
+    "v_cvt_pk_bf16_f32": Row("u", "ff", floats.bf16_pair),
     "v_cvt_pkrtz_f16_f32": Row("u", "ff", lambda x, y: _rtz16(x) | (_rtz16(y) << u32(16))),
     "v_cvt_pk_u16_u32": Row(
         "u", "uu", lambda x, y: np.minimum(x, u32(0xFFFF)) | (np.minimum(y, u32(0xFFFF)) << u32(16))

@@ -250,10 +250,13 @@ class StoreShadow:
         first = a >> (self.granule.bit_length() - 1)
         for k in range(size // self.granule):
             old = self.owner.take(first + k)
-            bad = (old != 0) & (old != gid)
+            self.owner[first + k] = gid
+            now = self.owner.take(first + k)  # another workgroup of this very group of waves may have written over it
+            bad = ((old != 0) & (old != gid)) | (now != gid)
             if bad.any():
                 full = np.zeros(address.shape, bool)
                 full[... if ok is None else ok] = bad
-                text = f"workgroup {int(old[bad][0]) - 1} stored there too"
-                to.found.report("workgroups-collide", to.inst, st, full, address + base, text)
-            self.owner[first + k] = gid
+                who = int(np.where(now != gid, now, old)[bad][0]) - 1
+                to.found.report(
+                    "workgroups-collide", to.inst, st, full, address + base, f"workgroup {who} stored there too"
+                )

@@ -309,11 +309,13 @@ def run(
     waves_each = (threads + 63) // 64
     total = groups[0] * groups[1] * groups[2]
     lanes = total * waves_each * 64
-    mem = Memory([x.nbytes for x in arrays] + [max(kernel.kernarg_bytes, 4), 64, kernel.scratch_bytes * lanes])
+    # Compilers read kernel arguments in wide loads that end past the last one, inside its cache line.
+    kernarg_bytes = (max(kernel.kernarg_bytes, 1) + 63) // 64 * 64
+    mem = Memory([x.nbytes for x in arrays] + [kernarg_bytes, 64, kernel.scratch_bytes * lanes])
     for k, x in enumerate(arrays):
         mem.bytes[mem.starts[k] : mem.ends[k]] = x.reshape(-1).view(np.uint8)
     n = len(arrays)
-    kernarg = np.zeros(max(kernel.kernarg_bytes, 4), np.uint8)
+    kernarg = np.zeros(kernarg_bytes, np.uint8)
     for a, v in pairs:
         if a.offset + a.size > kernel.kernarg_bytes:
             raise RunError(

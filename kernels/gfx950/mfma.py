@@ -12,7 +12,7 @@ result is still rounded per instruction, from a sum that is exact or checked (se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -234,11 +234,14 @@ def decode(words: Array, element: Element, form: Form) -> Array:
 
 
 def apply_scales(y: Array, scales: Array, form: Form) -> None:
-    """Multiply [waves, operands * rows, k] by 2**(byte - 127) of each row's 32-blocks, in place. scales: uint8[waves, operands, 64]."""
+    """Multiply [waves, operands * rows, k] by 2**(byte - 127) of each row's 32-blocks, in place.
+
+    scales: uint8[waves, operands, 64] as a Shelf holds them.
+    """
     waves, n, _ = scales.shape
-    blocks = 64 // form.rows
-    s = scales.reshape(waves, n, blocks, form.rows).swapaxes(2, 3)
-    y.reshape(waves, n, form.rows, blocks, 32)[...] *= floats.E8M0.take(s)[..., None]
+    s = floats.E8M0.take(scales.reshape(waves, n, 64 // form.rows, form.rows).swapaxes(2, 3)).reshape(-1, 1)
+    blocks = y.reshape(-1, 32)
+    np.multiply(blocks, s, out=blocks)
 
 
 # ------------------------------------------------------------------------------------- batches
@@ -269,29 +272,63 @@ class Batch:
         if not isinstance(m.c, float):
             self.accumulators |= set(m.c)
 
-    def touches(self, registers: Sequence[int], writes: bool) -> bool:
+    def touches(self, registers: Iterable[int], writes: bool) -> bool:
         """Whether a step that reads (or writes) these registers must wait for the batch."""
         mine = self.results | self.accumulators if writes else self.results
         return not mine.isdisjoint(registers)
 
-    def close(self, shelves: Mapping[tuple[int, int], Shelf]) -> Callable[[Waves], None]:
-        """The batch as one step: members grouped by form and format, then into rectangles of A x B operands."""
+    def close(self, shelves: Mapping[tuple[int, int], Shelf]) -> list[Product]:
+        """The batch as products: members grouped by form, format and accumulator, then into rectangles of A x B operands."""
         kinds: dict[tuple[object, ...], list[tuple[Matrix, int, int]]] = {}
         for m, sa, sb in self.members:
             constant = m.c if isinstance(m.c, float) else None
             kinds.setdefault((m.form, m.a.element, m.b.element, constant), []).append((m, sa, sb))
-        parts = [_Product(members, self.model, shelves) for members in kinds.values()]
-        if len(parts) == 1:
-            return parts[0].run
-
-        def run(st: Waves) -> None:
-            for p in parts:
-                p.run(st)
-
-        return run
+        return [Product(members, self.model, shelves) for members in kinds.values()]
 
 
-class _Product:
+class Tile:
+    """Result registers of a rectangle of MFMAs: planes [A operands, B operands, registers].
+
+    While only products touch them, their values live in `st.tiles` as float32[waves, rows, columns], and the registers are
+    written when something else asks (the planner knows when).
+    """
+
+    def __init__(self, form: Form, planes: Array) -> None:
+        self.form, self.planes, self.flat = form, planes, planes.ravel()
+        self.registers = frozenset(int(p) for p in self.flat)
+        self.key = (form.rows, *planes.shape, planes.tobytes())
+        self.shape = (planes.shape[0] * form.rows, planes.shape[1] * form.rows)
+
+    def _order(self, waves: int) -> tuple[int, ...]:
+        na, nb, n = self.planes.shape
+        return na, nb, n // 4, 4, waves, 64 // self.form.rows, self.form.rows
+
+    def load(self, st: Waves, out: Array, lo: int, hi: int) -> None:
+        na, nb, quads, four, w, groups, rows = self._order(hi - lo)
+        values = st.registers[self.flat, lo:hi].view(np.float32).reshape(na, nb, quads, four, w, groups, rows)
+        out.reshape(w, na, quads, groups, four, nb, rows)[...] = values.transpose(4, 0, 2, 5, 3, 1, 6)
+
+    def release(self, st: Waves) -> None:
+        """Write the registers."""
+        tile = st.tiles.pop(self.key)
+        for lo in range(0, st.n, 16):
+            part = tile[lo : lo + 16]
+            na, nb, quads, four, w, groups, rows = self._order(len(part))
+            values = part.reshape(w, na, quads, groups, four, nb, rows).transpose(1, 5, 2, 4, 0, 3, 6)
+            st.registers[self.flat, lo : lo + w] = values.reshape(-1, w, 64).view(np.uint32)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A run of A operands' rows times some or all of the B operands' rows, into one tile."""
+
+    rows: slice
+    columns: Array | None
+    result: Tile
+    accumulator: Tile | float
+
+
+class Product:
     """Members of one form, format pair and kind of accumulator (registers, or one constant)."""
 
     def __init__(
@@ -309,55 +346,61 @@ class _Product:
             groups.setdefault(frozenset(row), []).append(sa)
         slots_a: list[int] = []
         slots_b = sorted({sb for _, _, sb in members}, key=lambda s: min(r[s].d for r in partners.values() if s in r))
-        self.rectangles: list[tuple[slice, Array | None, Array, Array | float]] = []
+        self.rectangles: list[Rectangle] = []
+        n = self.form.rows
         for chosen, rows in groups.items():
             order = [b for b in slots_b if b in chosen]
-            rows.sort(key=lambda s, o=order[0]: partners[s][o].d)
+            rows.sort(key=lambda s, o=order[0]: partners[s][o].d)  # type: ignore[misc]
             at = len(slots_a)
             slots_a += rows
-            d = np.array([[partners[s][o].d for o in order] for s in rows])
-            c: Array | float = (
-                first.c if isinstance(first.c, float) else np.array([[partners[s][o].c for o in order] for s in rows])
-            )
-            every = [slots_b.index(o) * self.form.rows + k for o in order for k in range(self.form.rows)]
-            index = None if len(order) == len(slots_b) else np.array(every)
-            self.rectangles.append(
-                (
-                    slice(at * self.form.rows, (at + len(rows)) * self.form.rows),
-                    index,
-                    d,
-                    c if isinstance(c, float) else c.ravel(),
-                )
-            )
+            result = Tile(self.form, np.array([[partners[s][o].d for o in order] for s in rows]))
+            c: Tile | float = 0.0
+            if isinstance(first.c, float):
+                c = first.c
+            else:
+                c = Tile(self.form, np.array([[partners[s][o].c for o in order] for s in rows]))
+            columns = [slots_b.index(o) * n + k for o in order for k in range(n)]
+            part = None if len(order) == len(slots_b) else np.array(columns)
+            self.rectangles.append(Rectangle(slice(at * n, (at + len(rows)) * n), part, result, c))
         self.slots_a, self.slots_b = _range(slots_a), _range(slots_b)
-        operand_bytes = (len(slots_a) + len(slots_b)) * self.form.rows * self.form.k * 8
+        operand_bytes = (len(slots_a) + len(slots_b)) * n * self.form.k * 8
         self.chunk = max(1, CHUNK // operand_bytes)
         self.exact_bits = 53 - (self.form.k - 1).bit_length() - self.ea.span - self.eb.span
 
     def run(self, st: Waves) -> None:
-        rows, n = self.form.rows, st.n
+        """Every wave's product, a few waves at a time. Tiles not yet in `st.tiles` are loaded from their registers."""
+        n, form = st.n, self.form
         words_a, words_b = self.shelf_a.words[:n, self.slots_a], self.shelf_b.words[:n, self.slots_b]
-        scales_a = self.shelf_a.scales[:n, self.slots_a] if self.form.scaled else None
-        scales_b = self.shelf_b.scales[:n, self.slots_b] if self.form.scaled else None
+        scales_a = self.shelf_a.scales[:n, self.slots_a] if form.scaled else None
+        scales_b = self.shelf_b.scales[:n, self.slots_b] if form.scaled else None
         exact = self._exact(n, scales_a, scales_b)
+        held = [st.tiles.get(r.result.key) for r in self.rectangles]
+        outs = [
+            np.empty((n, *r.result.shape), np.float32) if h is None else h
+            for r, h in zip(self.rectangles, held, strict=True)
+        ]
         with np.errstate(all="ignore"):
             for lo in range(0, n, self.chunk):
                 hi = min(lo + self.chunk, n)
-                a, b = decode(words_a[lo:hi], self.ea, self.form), decode(words_b[lo:hi], self.eb, self.form)
+                a, b = decode(words_a[lo:hi], self.ea, form), decode(words_b[lo:hi], self.eb, form)
                 if scales_a is not None and scales_b is not None:
-                    apply_scales(a, scales_a[lo:hi], self.form)
-                    apply_scales(b, scales_b[lo:hi], self.form)
-                for span, index, d, c in self.rectangles:
-                    x, y = a[:, span], b if index is None else b[:, index]
-                    shape = (*d.shape[:2], d.shape[2] // 4, 4, hi - lo, 64 // rows, rows)
-                    acc: Array | float = c
-                    if not isinstance(c, float):
-                        acc = st.registers[c, lo:hi].view(np.float32).reshape(shape)
+                    apply_scales(a, scales_a[lo:hi], form)
+                    apply_scales(b, scales_b[lo:hi], form)
+                for r, h, whole in zip(self.rectangles, held, outs, strict=True):
+                    out = whole[lo:hi]
+                    acc: Array | float = out
+                    if isinstance(r.accumulator, float):
+                        acc = r.accumulator
+                    elif h is None or r.accumulator.key != r.result.key:
+                        acc = np.empty_like(out)
+                        r.accumulator.load(st, acc, lo, hi)
+                    x, y = a[:, r.rows], b if r.columns is None else b[:, r.columns]
                     if self.model == "exact-rne":
-                        out = self._rne(x, y, acc, shape, bool(exact[lo:hi].all()))
+                        self._rne(x, y, acc, out, bool(exact[lo:hi].all()))
                     else:
-                        out = _groups_of_16(x, y, acc, shape)
-                    st.registers[d.ravel(), lo:hi] = out.reshape(d.size, hi - lo, 64).view(np.uint32)
+                        _groups_of_16(x, y, acc, out)
+        for r, whole in zip(self.rectangles, outs, strict=True):
+            st.tiles[r.result.key] = whole
 
     def _exact(self, n: int, sa: Array | None, sb: Array | None) -> Array:
         """bool[waves]: float64 holds every sum of products exactly, and no sum is a float32 denormal that needs more care."""
@@ -371,54 +414,43 @@ class _Product:
         least = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
         return (spread <= self.exact_bits) & (least >= -149)
 
-    def _rne(self, x: Array, y: Array, acc: Array | float, shape: tuple[int, ...], exact: bool) -> Array:
+    def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, exact: bool) -> None:
         """One rounding of the exact sum. Where float64 sums of the products are exact, only a sum with C that lands on a
         float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain; those are redone."""
-        product = _turn(np.matmul(x, y.swapaxes(1, 2)), shape)
+        product = np.matmul(x, y.swapaxes(1, 2))
         s = np.add(product, acc, dtype=np.float64)
-        out = s.astype(np.float32)
         if exact:
             unsure = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
         else:
             # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most |x| |y|.
-            bound = (
-                _turn(_norm(x)[:, :, None] * (_norm(y) * (self.form.k * 1.01 * 2.0**-53))[:, None, :], shape)
-                + np.abs(s) * 2.0**-51
-            )
-            unsure = (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
+            factor = self.form.k * 1.01 * 2.0**-53
+            unsure = _uncertain(s, _norm(x)[:, :, None] * (_norm(y) * factor)[:, None, :])
             if np.count_nonzero(unsure) > 64:
-                bound = (
-                    _turn(np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2)), shape) * (self.form.k * 1.01 * 2.0**-53)
-                    + np.abs(s) * 2.0**-51
-                )
-                unsure = (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
+                unsure = _uncertain(s, np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2)) * factor)
         flat = np.flatnonzero(unsure)
-        if not len(flat):
-            return out
-        where = np.unravel_index(flat, s.shape)
-        doubt = np.isfinite(s.reshape(-1)[flat])
-        if exact:  # most ties are exact sums, which the cast has rounded rightly
-            c = acc if isinstance(acc, float) else acc[where].astype(np.float64)
-            doubt &= floats.two_sum(product[where], c)[1] != 0
-        if doubt.any():
-            self._redo(tuple(k[doubt] for k in where), x, y, acc, out)
-        return out
+        if len(flat):
+            flat = flat[np.isfinite(s.reshape(-1)[flat])]
+            c = np.full(len(flat), acc) if isinstance(acc, float) else acc.reshape(-1)[flat].astype(np.float64)
+            if exact:  # most ties are exact sums, which the cast rounds rightly
+                wrong = floats.two_sum(product.reshape(-1)[flat], c)[1] != 0
+                flat, c = flat[wrong], c[wrong]
+        np.copyto(out, s, casting="unsafe")
+        if len(flat):
+            w, row, column = np.unravel_index(flat, s.shape)
+            out[w, row, column] = self._redo(x[w, row] * y[w, column], c)
 
-    def _redo(self, where: tuple[Array, ...], x: Array, y: Array, acc: Array | float, out: Array) -> None:
-        """Exact sums, rounded once, for the listed elements (indices into the registers' order)."""
-        i, j, quad, low, w, g, col = where
-        groups, rows = 64 // self.form.rows, self.form.rows
-        terms = x[w, i * rows + quad * 4 * groups + 4 * g + low] * y[w, j * rows + col]
-        c = np.full(len(i), acc) if isinstance(acc, float) else acc[where].astype(np.float64)
+    def _redo(self, terms: Array, c: Array) -> Array:
+        """float32[n]: exact sums of terms [n, k] and c [n], rounded once."""
         if 53 - 5 - self.ea.span - self.eb.span >= 0:  # each block of 32 sums exactly, so few terms are left
-            blocks = terms.reshape(len(i), -1, 32).sum(-1)
-            out[where] = floats.sum_once(np.concatenate([blocks, c[:, None]], 1))
-            return
-        for n, at in enumerate(zip(*where, strict=True)):
-            values = [*terms[n].tolist(), float(c[n])]
+            blocks = terms.reshape(len(c), -1, min(32, self.form.k)).sum(-1)
+            return floats.sum_once(np.concatenate([blocks, c[:, None]], 1))
+        out = np.empty(len(c), np.float32)
+        for n, row in enumerate(terms):
+            values = [*row.tolist(), float(c[n])]
             total = math.fsum(values)
             rest = math.fsum([*values, -total])
-            out[at] = floats.to_odd(np.array([total]), np.array([rest])).astype(np.float32)[0]
+            out[n] = floats.to_odd(np.array([total]), np.array([rest])).astype(np.float32)[0]
+        return out
 
 
 def _range(slots: list[int]) -> slice | list[int]:
@@ -430,14 +462,13 @@ def _range(slots: list[int]) -> slice | list[int]:
 
 def _norm(x: Array) -> Array:
     """Euclidean length of each row [waves, rows, k], a little rounded up."""
-    length: Array = np.sqrt(np.einsum("wrk,wrk->wr", x, x)) * (1 + 2.0**-40)
-    return length
+    return np.sqrt(np.einsum("wrk,wrk->wr", x, x)) * (1 + 2.0**-40)
 
 
-def _turn(p: Array, shape: tuple[int, ...]) -> Array:
-    """[waves, A operands * rows, B operands * rows] -> the registers' order (A, B, quad, register, wave, lane group, column)."""
-    na, nb, quads, _, w, groups, rows = shape
-    return p.reshape(w, na, quads, groups, 4, nb, rows).transpose(1, 5, 2, 4, 0, 3, 6)
+def _uncertain(s: Array, bound: Array) -> Array:
+    """Whether the float32 nearest to the true value is in doubt, given a float64 sum and a bound on its error."""
+    bound += np.abs(s) * 2.0**-51
+    return (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
 
 
 def _cut(x: Array) -> Array:
@@ -447,10 +478,10 @@ def _cut(x: Array) -> Array:
     return x
 
 
-def _groups_of_16(x: Array, y: Array, acc: Array | float, shape: tuple[int, ...]) -> Array:
+def _groups_of_16(x: Array, y: Array, acc: Array | float, out: Array) -> None:
     total: Array | None = None
     for k in range(0, x.shape[2], 16):
-        part = _turn(_cut(np.matmul(x[:, :, k : k + 16], y[:, :, k : k + 16].swapaxes(1, 2))), shape)
+        part = _cut(np.matmul(x[:, :, k : k + 16], y[:, :, k : k + 16].swapaxes(1, 2)))
         total = _cut(np.add(part, acc if total is None else total, dtype=np.float64))
-    assert total is not None
-    return total.astype(np.float32)
+    if total is not None:
+        np.copyto(out, total, casting="unsafe")

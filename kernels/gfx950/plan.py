@@ -16,7 +16,7 @@ import numpy as np
 
 from mxgate.kernels.gfx950 import memory, mfma, salu, valu
 from mxgate.kernels.gfx950.hazards import register_name
-from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, shape_of, wait_states
+from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, Tile, shape_of, wait_states
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Layout, Step, Waves, allowed
 from mxgate.kernels.gfx950.text import EXEC, SCC, VCC, Instruction, Kernel
 
@@ -70,6 +70,7 @@ class Entry(NamedTuple):
     vm: tuple[int, ...] = ()
     lg: tuple[int, ...] = ()
     matrix: tuple[tuple[int, int], ...] = ()
+    tiles: tuple[Any, ...] = ()  # keys of matrix results that are not in their registers
 
 
 @dataclass
@@ -95,6 +96,7 @@ class Program:
     model: str
     steps: list[Step] = field(default_factory=list)
     plans: dict[tuple[int, Entry], Plan] = field(default_factory=dict)
+    tiles: dict[Any, Tile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lay = Layout(self.kernel)
@@ -123,6 +125,7 @@ class _Planner:
         for i in (*self.vm, *self.lg):
             self._hold(i, 1)
         self.matrix = [(i, -age) for i, age in entry.matrix]  # (instruction, time of issue)
+        self.held = {key: p.tiles[key] for key in entry.tiles}
         self.time = 0
         self.ops: list[Op] = []
         self.checked: list[Op] = []
@@ -183,7 +186,7 @@ class _Planner:
         return Plan(
             self.ops,
             self.checked,
-            Entry(tuple(self.vm), tuple(self.lg), matrix),
+            Entry(tuple(self.vm), tuple(self.lg), matrix, tuple(sorted(self.held))),
             control,
             i,
             np.arange(self.start, i),
@@ -288,6 +291,7 @@ class _Planner:
         m = step.matrix
         if self.batch is not None and self.batch.conflicts(m):
             self._flush()
+        self._release({*m.a.planes, *m.b.planes, *m.a.scale_ids, *m.b.scale_ids})
         slots = self._capture(m.a), self._capture(m.b)
         if self.batch is not None and self.batch.holds(*slots):
             self._flush()
@@ -309,13 +313,29 @@ class _Planner:
         return self.slots[key]
 
     def _flush_for(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
+        """Bring the registers up to date before something else reads or writes these."""
         if self.batch is not None and (self.batch.touches(reads, False) or self.batch.touches(writes, True)):
             self._flush()
+        self._release({*reads, *writes})
+
+    def _release(self, registers: set[int] | frozenset[int], but: Any = None) -> None:
+        for key in [k for k, tile in self.held.items() if k != but and not tile.registers.isdisjoint(registers)]:
+            self.emit(self.held.pop(key).release)
 
     def _flush(self) -> None:
-        if self.batch is not None:
-            self.emit(self.batch.close(self.shelves))
-            self.batch = None
+        if self.batch is None:
+            return
+        products = self.batch.close(self.shelves)
+        self.batch = None
+        for product in products:
+            for r in product.rectangles:
+                self._release(r.result.registers, r.result.key)
+                if not isinstance(r.accumulator, float):
+                    in_place = r.accumulator.key == r.result.key
+                    self._release(r.accumulator.registers, r.result.key if in_place else None)
+            self.emit(product.run)
+            for r in product.rectangles:
+                self.held[r.result.key] = self.p.tiles.setdefault(r.result.key, r.result)
 
 
 def _finding(kind: str, inst: Instruction, register: int, text: str) -> Op:

@@ -36,6 +36,7 @@ class Waves:
         self.wg, self.gid, self.slot = wg, gid, slot
         self.vm: list[Any] = []
         self.lg: list[Any] = []
+        self.tiles: dict[Any, Array] = {}  # matrix results not yet in their registers
         self.initialised = np.zeros(SCALAR_BASE + SCALARS, bool)
         self.partial: dict[int, Array] = {}
         self.executed = 0
@@ -84,6 +85,10 @@ class Waves:
         order = order[:keep]
         self.registers[:, holes] = self.registers[:, tail]
         self.scalars[:, holes] = self.scalars[:, tail]
+        out.tiles = {k: tile[gone] for k, tile in self.tiles.items()}
+        for k, tile in self.tiles.items():
+            tile[holes] = tile[tail]
+            self.tiles[k] = tile[:keep]
         self._copy_to(self, order, self.registers[:, :keep], self.scalars[:, :keep])
         return out
 
@@ -96,6 +101,7 @@ class Waves:
             setattr(out, name, np.concatenate([getattr(a, name), getattr(b, name)]))
         out.vm = [_join(p, q) for p, q in zip(a.vm, b.vm, strict=True)]
         out.lg = [_join(p, q) for p, q in zip(a.lg, b.lg, strict=True)]
+        out.tiles = {k: np.concatenate([tile, b.tiles[k]]) for k, tile in a.tiles.items()}
         out.initialised = a.initialised & b.initialised
         out.partial = {}
         for k in set(a.partial) | set(b.partial):

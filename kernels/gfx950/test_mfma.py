@@ -14,7 +14,8 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from mxgate.kernels.gfx950 import plan, text
+from mxgate.kernels.gfx950 import plan as planning
+from mxgate.kernels.gfx950 import text
 from mxgate.kernels.gfx950.plan import Entry, Program
 from mxgate.kernels.gfx950.state import Array, Waves
 from mxgate.kernels.gfx950.test_semantics import code_values, rne, value
@@ -27,8 +28,12 @@ def execute(lines: list[str], st: Waves, model: str = "exact-rne") -> None:
     """Run a straight piece of code on waves whose registers are already set, hazards off."""
     insts = tuple(text.instruction(t, n + 1, n) for n, t in enumerate([*lines, "s_endpgm"]))
     kernel = text.Kernel("t", insts, MappingProxyType({}), 128, 128, 100, 0, 0, 0, (), None, 0, 0, MappingProxyType({}))
-    for op in Program(kernel, False, model).plan(0, Entry()).ops:
+    program = Program(kernel, False, model)
+    plan = program.plan(0, Entry())
+    for op in plan.ops:
         op(st)
+    for key in plan.exit.tiles:
+        program.tiles[key].release(st)
 
 
 def fresh(n: int = 1) -> Waves:
@@ -374,4 +379,4 @@ def test_helpers_know_their_values() -> None:
     assert value(0x3F800000, "f") == 1.0
     assert code_values("bf6")[0b011111] == 28.0
     assert code_values("fp6")[0b011111] == 7.5
-    assert plan.mnemonics() >= {"v_mfma_scale_f32_16x16x128_f8f6f4", "s_waitcnt"}
+    assert planning.mnemonics() >= {"v_mfma_scale_f32_16x16x128_f8f6f4", "s_waitcnt"}

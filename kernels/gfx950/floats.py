@@ -7,7 +7,6 @@ become NaN as each instruction says. Formats after the OCP MX and OFP8 specifica
 from __future__ import annotations
 
 import numpy as np
-
 from mxgate.kernels.gfx950.state import Array
 
 
@@ -81,8 +80,9 @@ def fma32(x: Array, y: Array, z: Array) -> Array:
     """float32 x * y + z rounded once: the product is exact in float64."""
     with np.errstate(all="ignore"):
         product = x.astype(np.float64) * y.astype(np.float64)
-        s, error = two_sum(product, np.broadcast_to(z, product.shape).astype(np.float64))
-        return np.where(np.isfinite(s), to_odd(s, np.where(np.isfinite(s), error, 0)), s).astype(np.float32)
+        s, error = two_sum(product, np.asarray(z).astype(np.float64))
+        exact: Array = np.where(np.isfinite(s), to_odd(s, np.where(np.isfinite(s), error, 0)), s)
+        return exact.astype(np.float32)
 
 
 def fma64(x: Array, y: Array, z: Array) -> Array:
@@ -151,4 +151,5 @@ def narrow(x: Array, name: str) -> Array:
     tie = (low < len(middle)) & (a == middle[np.minimum(low, len(middle) - 1)]) & (low & 1 == 1)
     code = np.minimum(low + tie, len(finite) - 1)
     code = np.where(np.isnan(x), len(finite) - 1 if nan is None else nan, code)
-    return (code + np.where(np.signbit(x), half, 0)).astype(np.uint32)
+    signed: Array = code + np.where(np.signbit(x), half, 0)
+    return signed.astype(np.uint32)

@@ -1,9 +1,10 @@
 """What a run can find wrong: one record a finding, and the shadows that see it.
 
-Time is one counter of the batch. An LDS access occupies [issue, complete], where it completes at the wait that covers it
-(or at the end of the wave). Two accesses of different waves are ordered only by a barrier: the first must be complete
-before the barrier and the second issued after it. So an access conflicts with one recorded at or after the time its own
-barrier interval began. Which wave the emulator runs first does not matter: the later to complete sees the other.
+Time is one counter of the batch. An LDS access occupies [issue, complete], where it completes at the wait that covers
+it (or at the end of the wave). Two accesses of different waves are ordered only by a barrier: the first must be
+complete before the barrier and the second issued after it. So an access conflicts with one recorded at or after the
+time its own barrier interval began. Which wave the emulator runs first does not matter: the later to complete sees
+the other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
 from mxgate.kernels.gfx950.text import SCC, Instruction, Kernel
 
@@ -95,8 +95,8 @@ def register_name(number: int, kernel: Kernel) -> str:
 
 
 class Access(NamedTuple):
-    """One LDS access of a group: absolute byte addresses [W, 64], active lanes or None for all, its bytes a lane, when each
-    wave issued it ([W]), and when the barrier interval of its workgroup had begun at that time ([W])."""
+    """One LDS access of a group: absolute byte addresses [W, 64], active lanes or None for all, its bytes a lane,
+    when each wave issued it ([W]), and when the barrier interval of its workgroup had begun at that time ([W])."""
 
     address: Array
     active: Array | None
@@ -117,14 +117,16 @@ class Judge(NamedTuple):
 class LdsShadow:
     """Who last wrote and read each granule of LDS, over the workgroups of a batch.
 
-    A granule is the narrowest access of the kernel (so nothing is lost), made finer when an access is not aligned to it.
+    A granule is the narrowest access of the kernel (so nothing is lost), made finer when an access is not aligned to
+    it.
     """
 
     def __init__(self, workgroups: int, nbytes: int, waves: int, granule: int) -> None:
         self.granule, self.nbytes, self.waves = granule, nbytes, waves
         n = workgroups * nbytes // granule
         self.written = np.zeros(n, np.int32)  # time of the last write, 0: never
-        # Its writer (wave | is DMA << 5 | instruction << 6), and the time of the last write by a wave other than that one.
+        # Its writer (wave | is DMA << 5 | instruction << 6), and the time of the last write by a wave other than that
+        # one.
         self.writer = np.zeros((n, 2), np.int32)
         self.read = np.zeros((n, waves), np.int32)  # time each wave's last read of it completed
 
@@ -145,8 +147,8 @@ class LdsShadow:
     def on_read(self, to: Judge, st: Waves, a: Access, now: int) -> None:
         since = a.since[:, None]
         for idx in self._granules(a):
-            written = self.written.take(idx)
-            low = written if a.active is None else written[a.active]
+            written: Array = self.written.take(idx)
+            low: Array = written if a.active is None else written[a.active]
             if not low.size:
                 continue
             if int(low.min()) == 0:

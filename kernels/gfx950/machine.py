@@ -7,12 +7,11 @@ them are ever in lock-step; without, all of a batch's waves run together.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import memory
 from mxgate.kernels.gfx950.hazards import Access, Finding, Judge, LdsShadow, Recorder, StoreShadow
 from mxgate.kernels.gfx950.memory import BASE, Memory, gather, scatter
@@ -22,12 +21,13 @@ from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
 from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Kernel
 
 LIMIT = 50_000_000
-BATCH = 64  # workgroups that run together
+BATCH = 128  # workgroups that run together: enough to share the cost of a step, few enough to fit in memory
 UNWRITTEN = 0xFF  # LDS before anything wrote it: NaN in every format
 
 
 class RunError(ValueError):
-    """The kernel cannot be run as asked: arguments, launch shape, or the instruction limit. Names the line where there is one."""
+    """The kernel cannot be run as asked: arguments, launch shape, or the instruction limit. Names the line where
+    there is one."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _encode(kernel: Kernel, a: Argument, value: Value, address: int | None) -> b
         kind = {2: np.float16, 4: np.float32, 8: np.float64}.get(a.size)
         if kind is None:
             raise RunError(f"{where} holds {a.size} bytes, which no float has")
-        return kind(value).tobytes()
+        return bytes(kind(value).tobytes())
     if isinstance(value, (int, np.integer)):
         bits = 8 * a.size
         if not -(1 << (bits - 1)) <= int(value) < (1 << bits):
@@ -249,7 +249,8 @@ def _encode(kernel: Kernel, a: Argument, value: Value, address: int | None) -> b
     raise RunError(f"{where}: expected an array, a number or bytes, found {type(value).__name__}")
 
 
-_HIDDEN = {
+Three = tuple[int, int, int]
+_HIDDEN: dict[str, Callable[[Three, Three], int]] = {
     "hidden_block_count_x": lambda g, b: g[0],
     "hidden_block_count_y": lambda g, b: g[1],
     "hidden_block_count_z": lambda g, b: g[2],
@@ -538,7 +539,8 @@ def _release(parked: list[Waves], done: Array) -> tuple[list[Waves], list[Waves]
 
 
 def single_thread() -> None:
-    """Ask BLAS for one thread: more only get in one another's way on products this small. Before NumPy is first used."""
+    """Ask BLAS for one thread: more only get in one another's way on products this small. Before NumPy is first
+    used."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

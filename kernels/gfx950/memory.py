@@ -1,8 +1,9 @@
 """Memory: the guarded device arena, LDS, and the semantics of buffer, global, scratch, scalar-load and DS instructions.
 
-Buffer rule (stride 0): dword i of an access is in range iff wrap32(voffset + imm) + soffset + 4 * (i + 1) <= num_records;
-out-of-range loads give 0 (also into LDS), out-of-range stores are dropped. The imm of an LDS load also moves its LDS address.
-Loads fetch at issue and deliver at their wait; LDS operations of a wave run in order, as late as its waits permit.
+Buffer rule (stride 0): dword i of an access is in range iff wrap32(voffset + imm) + soffset + 4 * (i + 1) <=
+num_records; out-of-range loads give 0 (also into LDS), out-of-range stores are dropped. The imm of an LDS load also
+moves its LDS address. Loads fetch at issue and deliver at their wait; LDS operations of a wave run in order, as late
+as its waits permit.
 """
 
 from __future__ import annotations
@@ -13,13 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import floats
-from mxgate.kernels.gfx950.hazards import Access
 from mxgate.kernels.gfx950.state import (
     LANES,
     Array,
-    Get,
     Layout,
     Step,
     Waves,
@@ -62,7 +60,8 @@ class Memory:
         return BASE + self.starts[k]
 
     def outside(self, a: Array, ok: Array, size: int) -> Array | None:
-        """bool[W, 64]: active lanes whose `size` bytes at arena offset a are not inside one allocation; None if none."""
+        """bool[W, 64]: active lanes whose `size` bytes at arena offset a are not inside one allocation; None if
+        none."""
         act = a if ok.all() else a[ok]
         if not act.size:
             return None
@@ -144,7 +143,8 @@ def _deliver_narrow(plane: int, size: int, sign: str, half: int | None) -> Calla
 
 # ------------------------------------------------------------------------------------- addresses
 class Place:
-    """Where an access goes: arena offsets int64[W, 64] and, for buffers, the byte offset and num_records that bound it."""
+    """Where an access goes: arena offsets int64[W, 64] and, for buffers, the byte offset and num_records that bound
+    it."""
 
     __slots__ = ("address", "limit", "offset")
 
@@ -593,7 +593,8 @@ def _ds(lay: Layout, inst: Instruction) -> Step:
 
 
 def transpose(words: Array, bits: int) -> Array:
-    """ds_read_b64_tr_b{4,8,16}: each 16 lanes hold a tile of rows of 16 elements; lane c receives column c. [assumed]"""
+    """ds_read_b64_tr_b{4,8,16}: each 16 lanes hold a tile of rows of 16 elements; lane c receives column c.
+    [assumed]"""
     w = words.shape[0]
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(w, 4, 16, 8)
     if bits == 4:

@@ -1,9 +1,9 @@
 """The matrix core: operand layouts, scales, arithmetic models, and the batching that makes them quick.
 
-Layouts (16x16x128; 32x32x64 by the same rule). With G = 64 / rows lane groups, fp8/bf8 lane `rows * g + row` holds two runs
-of 16 k, 16g.. and 16G + 16g..; fp6/bf6/fp4 lane holds k = 32g..32g+31. The scale byte in lane `rows * b + row` applies to
-the true K block 32b..32b+31 of that row; op_sel + 2 * op_sel_hi picks the byte, independently for A and B. C/D register
-r = 4q + s, lane `rows * g + col` is row 4Gq + 4g + s, column col. EXEC is ignored.
+Layouts (16x16x128; 32x32x64 by the same rule). With G = 64 / rows lane groups, fp8/bf8 lane `rows * g + row` holds
+two runs of 16 k, 16g.. and 16G + 16g..; fp6/bf6/fp4 lane holds k = 32g..32g+31. The scale byte in lane `rows * b +
+row` applies to the true K block 32b..32b+31 of that row; op_sel + 2 * op_sel_hi picks the byte, independently for A
+and B. C/D register r = 4q + s, lane `rows * g + col` is row 4Gq + 4g + s, column col. EXEC is ignored.
 
 MFMAs of one basic block that do not depend on one another run as one matrix product a wave. That changes no bit: each
 result is still rounded per instruction, from a sum that is exact or checked (see `_rne`).
@@ -14,17 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import floats
 from mxgate.kernels.gfx950.state import Array, Get, Layout, Step, Waves, allowed, vector_source
 from mxgate.kernels.gfx950.text import Instruction, Operand
 
 MODELS = {
-    "exact-rne": "products and their sum with C are exact, one round to nearest even to float32 per instruction",
-    "cdna3-like": "16 products at a time are summed exactly and cut to float32 toward zero, then added to the accumulator and cut again",
+    "exact-rne": "products and their sum with C are exact, rounded once an instruction, to nearest even float32",
+    "cdna3-like": "sums of 16 products are exact and cut to float32 toward zero, then added to C and cut again",
 }
 
 
@@ -53,7 +52,8 @@ CHUNK = 262144  # bytes of decoded operands a product works on at a time: they s
 
 
 class Form(NamedTuple):
-    """rows (= columns), contraction length, the two formats (None: cbsz and blgp say), whether scales follow, passes."""
+    """rows (= columns), contraction length, the two formats (None: cbsz and blgp say), whether scales follow,
+    passes."""
 
     rows: int
     k: int
@@ -85,7 +85,8 @@ FORMS: dict[str, Form] = {
 
 
 def wait_states(passes: int) -> tuple[int, int, int]:
-    """Wait states after an MFMA before (a VALU or memory read or an A/B read, an overlapping but not equal C read, a VALU write).
+    """Wait states after an MFMA before (a VALU or memory read or an A/B read, an overlapping but not equal C read, a
+    VALU write).
 
     LLVM's gfx950 hazard recognizer: 4 passes 8, 6, 7; 8 passes 12, 10, 11; 16 passes 20, 18, 19.
     """
@@ -147,7 +148,9 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     for side, (o, e) in enumerate(zip((a, b), elements, strict=True)):
         lane_elements = form.k * form.rows // 64
         p = planes(o, lane_elements * e.bits // 32)
-        scale, scale_ids, byte = None, (), 0
+        scale: Get | None = None
+        scale_ids: tuple[int, ...] = ()
+        byte = 0
         key: tuple[object, ...] = (p, e.name)
         if form.scaled:
             so = inst.operands[4 + side]
@@ -176,8 +179,8 @@ def bind(lay: Layout, inst: Instruction) -> Step:
 class Shelf:
     """Where a block keeps operands of one shape until its products run: their registers may be reused before that.
 
-    words: uint32[waves, slots, runs, 64, words of a run], so that the elements of a run lie together; scales: uint8[waves,
-    slots, 64]. Slots are handed out while the block is planned.
+    words: uint32[waves, slots, runs, 64, words of a run], so that the elements of a run lie together; scales:
+    uint8[waves, slots, 64]. Slots are handed out while the block is planned.
     """
 
     def __init__(self, runs: int, words: int) -> None:
@@ -216,7 +219,7 @@ def decode(words: Array, element: Element, form: Form) -> Array:
     """Operands as float64 [waves, operands * rows, k] in true k order; words as a Shelf holds them."""
     waves, n, runs, _, q = words.shape
     rows, groups = form.rows, 64 // form.rows
-    run = {2: np.dtype(np.complex64), 4: np.dtype(np.complex128)}.get(q, np.dtype(f"V{4 * q}"))
+    run: Any = {2: np.complex64, 4: np.complex128}.get(q, f"V{4 * q}")  # a type as wide as a run of words
     lanes = np.ascontiguousarray(words).view(run).reshape(waves, n, runs, groups, rows)
     octets = np.ascontiguousarray(lanes.transpose(0, 1, 4, 2, 3)).view(np.uint8)
     if element.bits == 8:
@@ -278,7 +281,8 @@ class Batch:
         return not mine.isdisjoint(registers)
 
     def close(self, shelves: Mapping[tuple[int, int], Shelf]) -> list[Product]:
-        """The batch as products: members grouped by form, format and accumulator, then into rectangles of A x B operands."""
+        """The batch as products: members grouped by form, format and accumulator, then into rectangles of A x B
+        operands."""
         kinds: dict[tuple[object, ...], list[tuple[Matrix, int, int]]] = {}
         for m, sa, sb in self.members:
             constant = m.c if isinstance(m.c, float) else None
@@ -289,8 +293,8 @@ class Batch:
 class Tile:
     """Result registers of a rectangle of MFMAs: planes [A operands, B operands, registers].
 
-    While only products touch them, their values live in `st.tiles` as float32[waves, rows, columns], and the registers are
-    written when something else asks (the planner knows when).
+    While only products touch them, their values live in `st.tiles` as float32[waves, rows, columns], and the
+    registers are written when something else asks (the planner knows when).
     """
 
     def __init__(self, form: Form, planes: Array) -> None:
@@ -403,7 +407,8 @@ class Product:
             st.tiles[r.result.key] = whole
 
     def _exact(self, n: int, sa: Array | None, sb: Array | None) -> Array:
-        """bool[waves]: float64 holds every sum of products exactly, and no sum is a float32 denormal that needs more care."""
+        """bool[waves]: float64 holds every sum of products exactly, and no sum is a float32 denormal that needs more
+        care."""
         low = self.ea.low + self.eb.low
         if self.exact_bits < 0 or sa is None or sb is None:
             return np.full(n, self.exact_bits >= 0 and low >= -149)
@@ -415,14 +420,16 @@ class Product:
         return (spread <= self.exact_bits) & (least >= -149)
 
     def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, exact: bool) -> None:
-        """One rounding of the exact sum. Where float64 sums of the products are exact, only a sum with C that lands on a
-        float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain; those are redone."""
+        """One rounding of the exact sum. Where float64 sums of the products are exact, only a sum with C that lands
+        on a float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain; those
+        are redone."""
         product = np.matmul(x, y.swapaxes(1, 2))
         s = np.add(product, acc, dtype=np.float64)
         if exact:
             unsure = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
         else:
-            # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most |x| |y|.
+            # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most
+            # |x| |y|.
             factor = self.form.k * 1.01 * 2.0**-53
             unsure = _uncertain(s, _norm(x)[:, :, None] * (_norm(y) * factor)[:, None, :])
             if np.count_nonzero(unsure) > 64:

@@ -1,8 +1,8 @@
 """Basic blocks as lists of closures, one list for each way a block can be entered.
 
-What is outstanding (loads by instruction, in issue order) and how old the last MFMA results are is known without data, so
-a block is planned once for each such state: where results are delivered (as late as the waits permit), which registers
-are read too early, and which MFMAs run as one product. Running a block is then calling its closures.
+What is outstanding (loads by instruction, in issue order) and how old the last MFMA results are is known without
+data, so a block is planned once for each such state: where results are delivered (as late as the waits permit), which
+registers are read too early, and which MFMAs run as one product. Running a block is then calling its closures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import memory, mfma, salu, valu
 from mxgate.kernels.gfx950.hazards import register_name
 from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, Tile, shape_of, wait_states
@@ -36,10 +35,7 @@ LONGEST = 21  # wait states after which no MFMA result is early
 
 def mnemonics() -> frozenset[str]:
     """Every base mnemonic with semantics here."""
-    return (
-        frozenset(salu.ROWS) | salu.NOTHING | valu.MNEMONICS | frozenset(mfma.FORMS) | frozenset(memory.BINDERS) | CONTROL
-        | {"s_waitcnt"}
-    )  # fmt: skip
+    return frozenset((*salu.ROWS, *mfma.FORMS, *memory.BINDERS, "s_waitcnt")) | salu.NOTHING | valu.MNEMONICS | CONTROL
 
 
 def bind(lay: Layout, inst: Instruction) -> Step:
@@ -65,7 +61,8 @@ def bind(lay: Layout, inst: Instruction) -> Step:
 
 
 class Entry(NamedTuple):
-    """What is outstanding: vector-memory and LDS/scalar loads (instruction indices, oldest first), MFMA results (index, age)."""
+    """What is outstanding: vector-memory and LDS/scalar loads (instruction indices, oldest first), MFMA results
+    (index, age)."""
 
     vm: tuple[int, ...] = ()
     lg: tuple[int, ...] = ()
@@ -236,7 +233,8 @@ class _Planner:
             if need > passed:
                 line = self.p.kernel.instructions[m].line
                 first = sorted(result & {*step.reads, *step.writes})[0]
-                text = f"{register_name(first, self.p.kernel)} is the result of line {line}: {passed} of {need} wait states passed"
+                name = register_name(first, self.p.kernel)
+                text = f"{name} is the result of line {line}: {passed} of {need} wait states passed"
                 self.emit(_finding("matrix-result-early", step.inst, first, text))
 
     # ---- asynchronous operations
@@ -277,7 +275,8 @@ class _Planner:
             while len(self.vm) > vm:
                 self._retire(self.vm, 0, "vm")
         if isinstance(lg, int) and lg < FULL["lgkmcnt"]:
-            # LDS operations return in order, scalar loads in any: n outstanding may be the last n LDS operations or scalar ones.
+            # LDS operations return in order, scalar loads in any: n outstanding may be the last n LDS operations or
+            # scalar ones.
             while True:
                 ds = [place for place, i in enumerate(self.lg) if self.p.steps[i].kind == "ds"]
                 if len(ds) <= lg:

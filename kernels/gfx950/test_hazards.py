@@ -1,4 +1,5 @@
-"""Each kind of finding: a smallest kernel that has it, and its repaired twin that is clean, under several launch orders.
+"""Each kind of finding: a smallest kernel that has it, and its repaired twin that is clean, under several launch
+orders.
 
 Does not catch hazards that silicon has and nobody wrote down; MFMA wait states are LLVM's.
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from mxgate.kernels.gfx950 import Finding, RunResult, parse, run
 from mxgate.kernels.gfx950.sample.compile import texts
 from mxgate.kernels.gfx950.state import Array
@@ -254,7 +254,8 @@ buffer_load_dwordx4 v6, s[4:7], 0 offen lds
 
 
 def test_dma_in_flight_is_not_there() -> None:
-    read = "ds_read_b128 v[8:11], v6\ns_waitcnt lgkmcnt(0)\nbuffer_store_dwordx4 v[8:11], v6, s[8:11], 0 offen\ns_waitcnt vmcnt(0)"
+    read = "ds_read_b128 v[8:11], v6\ns_waitcnt lgkmcnt(0)\nbuffer_store_dwordx4 v[8:11], v6, s[8:11], 0 offen"
+    read += "\ns_waitcnt vmcnt(0)"
     r, x, y = launch(FILL.format(m0=0) + "s_waitcnt vmcnt(0)\n" + read, lds=2048)
     assert not r.findings
     assert (y[:256] == x[:256]).all()
@@ -303,7 +304,7 @@ v_mov_b32_e32 v2, 9
 buffer_store_dword v7, v1, s[8:11], 0 offen
 buffer_store_dword v2, v1, s[8:11], 0 offen offset:256
 """
-    r, x, y = launch(body, n=260)
+    r, _, y = launch(body, n=260)
     assert not r.findings
     want = np.arange(64) + 3
     want[62:] = 0  # dword 3 of lanes 62 and 63 ends past 260 bytes
@@ -341,7 +342,8 @@ def test_hazards_off_finds_nothing_and_computes_the_same() -> None:
 def dense(
     name: str, seed: int, *, hazards: bool = True, model: str = "exact-rne", k: int = 384
 ) -> tuple[RunResult, Array, Array]:
-    """The sample kernel on small exact data: every partial sum is an exact float32, so one product says what is right."""
+    """The sample kernel on small exact data: every partial sum is an exact float32, so one product says what is
+    right."""
     rng = np.random.default_rng(7)
     m = n = 128
     codes = np.array([0x00, 0x38, 0x40, 0xB8, 0xC0], np.uint8)  # 0, 1, 2, -1, -2
@@ -371,7 +373,7 @@ def test_the_right_kernel_is_clean_and_exact(form: str, seed: int) -> None:
 
 def test_models_and_lock_step_agree_on_exact_data() -> None:
     for model in ("exact-rne", "cdna3-like"):
-        r, c, want = dense("dense_right_async", 0, hazards=False, model=model)
+        _, c, want = dense("dense_right_async", 0, hazards=False, model=model)
         assert (c == want).all()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from mxgate.kernels.gfx950 import RunError, parse, run
 from mxgate.kernels.gfx950.memory import ATOMICS, BINDERS, transpose
 from mxgate.kernels.gfx950.test_hazards import launch, only
@@ -104,7 +103,7 @@ buffer_load_dword v4, v0, s[4:7], 0 idxen offset:4
 s_waitcnt vmcnt(0)
 buffer_store_dword v4, v1, s[8:11], 0 offen
 """
-    r, x, y = launch(body)
+    r, _, y = launch(body)
     assert not r.findings
     assert (y[:64] == np.where(LANE < 10, 2 * LANE + 1, 0)).all()
 
@@ -118,7 +117,7 @@ s_waitcnt vmcnt(0) lgkmcnt(0)
 v_add_u32_e32 v4, s31, v4
 buffer_store_dword v4, v1, s[8:11], 0 offen
 """
-    r, x, y = launch(body)
+    r, _, y = launch(body)
     assert not r.findings
     assert (y[:64] == 16 + LANE + 5).all()
 
@@ -211,9 +210,7 @@ def test_atomics(kind: str) -> None:
     even, odd = LANE[::2], LANE[1::2]
     if kind == "add":
         assert y[:2].tolist() == [2 * even.sum(), 2 * odd.sum()]
-    elif kind == "umax":
-        assert y[:2].tolist() == [62, 63]
-    elif kind == "or":
+    elif kind == "umax" or kind == "or":
         assert y[:2].tolist() == [62, 63]
     elif kind == "add_f32":
         assert y[:2].view(np.float32).tolist() == [2 * even.sum(), 2 * odd.sum()]
@@ -224,8 +221,14 @@ def test_atomics(kind: str) -> None:
 
 
 def test_atomic_returns_what_was_there() -> None:
-    body = "v_mov_b32_e32 v4, 5\nglobal_atomic_add v5, v1, v4, s[14:15] sc0\ns_waitcnt vmcnt(0)\nv_add_u32_e32 v5, 7, v5\nbuffer_store_dword v5, v1, s[8:11], 0 offen offset:256"
-    r, _, y = launch(body)
+    body = """
+v_mov_b32_e32 v4, 5
+global_atomic_add v5, v1, v4, s[14:15] sc0
+s_waitcnt vmcnt(0)
+v_add_u32_e32 v5, 7, v5
+buffer_store_dword v5, v1, s[8:11], 0 offen offset:256
+"""
+    _, _, y = launch(body)
     assert (y[:64] == 5).all()
     assert (y[64:128] == 7).all()
 
@@ -336,7 +339,13 @@ def test_kernarg_preload() -> None:
 
 
 def test_a_last_wave_that_is_not_full() -> None:
-    body = "s_load_dwordx2 s[12:13], s[0:1], 0x0\nv_lshlrev_b32_e32 v1, 2, v0\ns_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v0, s[12:13]\ns_endpgm"
+    body = """
+s_load_dwordx2 s[12:13], s[0:1], 0x0
+v_lshlrev_b32_e32 v1, 2, v0
+s_waitcnt lgkmcnt(0)
+global_store_dword v1, v0, s[12:13]
+s_endpgm
+"""
     out = np.full(128, 999, np.uint32)
     assert not run(parse(assembly(body, args=(8,), block=100)), [out], 1).findings
     assert (out == np.where(np.arange(128) < 100, np.arange(128), 999)).all()
@@ -344,7 +353,13 @@ def test_a_last_wave_that_is_not_full() -> None:
 
 def test_a_mapping_of_offsets_serves_text_without_metadata() -> None:
     text = assembly(
-        "s_load_dwordx2 s[12:13], s[0:1], 0x8\nv_lshlrev_b32_e32 v1, 2, v0\ns_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v0, s[12:13]\ns_endpgm",
+        """
+s_load_dwordx2 s[12:13], s[0:1], 0x8
+v_lshlrev_b32_e32 v1, 2, v0
+s_waitcnt lgkmcnt(0)
+global_store_dword v1, v0, s[12:13]
+s_endpgm
+""",
         kernarg=16,
     )
     out = np.zeros(64, np.uint32)
@@ -353,7 +368,12 @@ def test_a_mapping_of_offsets_serves_text_without_metadata() -> None:
 
 
 def test_the_same_array_twice_is_one_allocation() -> None:
-    body = "buffer_load_dword v2, v1, s[4:7], 0 offen\ns_waitcnt vmcnt(0)\nv_add_u32_e32 v2, 1, v2\nbuffer_store_dword v2, v1, s[8:11], 0 offen"
+    body = """
+buffer_load_dword v2, v1, s[4:7], 0 offen
+s_waitcnt vmcnt(0)
+v_add_u32_e32 v2, 1, v2
+buffer_store_dword v2, v1, s[8:11], 0 offen
+"""
     x = np.arange(1024, dtype=np.uint32)
     run(parse(assembly_with(body)), [x, x], 1)
     assert (x[:64] == LANE + 1).all()

@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-
 from mxgate.kernels.gfx950 import plan as planning
 from mxgate.kernels.gfx950 import text
 from mxgate.kernels.gfx950.plan import Entry, Program
@@ -98,7 +97,8 @@ UNITS = {f: {c: int(v * 65536) for c, v in t.items() if math.isfinite(v)} for f,
 
 
 def dot(a: Array, b: Array, sa: Array, sb: Array, fa: str, fb: str, c: float) -> float:
-    """The exact sum of one row and column, rounded once: integers in units of 2**-32 times the least scales' product."""
+    """The exact sum of one row and column, rounded once: integers in units of 2**-32 times the least scales'
+    product."""
     total, special = 0, 0.0
     for k in range(len(a)):
         p, q = int(sa[k // 32]), int(sb[k // 32])
@@ -265,7 +265,8 @@ def test_exec_is_ignored() -> None:
 
 @pytest.mark.parametrize("spread", [1, 8, 24, 60])
 def test_one_rounding_whatever_the_scales(spread: int) -> None:
-    """Chains of instructions over scales near and far apart, so that both the quick path and the redone sums are met."""
+    """Chains of instructions over scales near and far apart, so that both the quick path and the redone sums are
+    met."""
     rng = np.random.default_rng(spread)
     st, acc = fresh(), np.zeros((16, 16))
     for step in range(3):
@@ -281,7 +282,8 @@ def test_one_rounding_whatever_the_scales(spread: int) -> None:
 
 
 def test_ties_and_what_is_just_beside_them() -> None:
-    """C sits half an ulp away, and the products add nothing, a hair more, or a hair less: float64 alone would lose the hair."""
+    """C sits half an ulp away, and the products add nothing, a hair more, or a hair less: float64 alone would lose
+    the hair."""
     for extra, want in ((0, 2.0**24), (1, 2.0**24 + 2), (-1, 2.0**24)):
         st = fresh()
         st.registers[0, 0, 0], st.registers[8, 0, 0] = 0x38, 0x38  # row 0, col 0: 1 * 1 = half an ulp of 2**24
@@ -344,9 +346,9 @@ def test_a_batch_equals_one_at_a_time() -> None:
     lines = []
     for i, j in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (0, 2)]:
         d = f"a[{12 * i + 4 * j}:{12 * i + 4 * j + 3}]"
-        lines.append(
-            f"v_mfma_scale_f32_16x16x128_f8f6f4 {d}, v[{8 * i}:{8 * i + 7}], v[{24 + 8 * j}:{31 + 8 * j}], {d}, v50, v51 op_sel:[{i & 1},0,0] op_sel_hi:[0,{j & 1},0]"
-        )
+        operands = f"{d}, v[{8 * i}:{8 * i + 7}], v[{24 + 8 * j}:{31 + 8 * j}], {d}, v50, v51"
+        select = f"op_sel:[{i & 1},0,0] op_sel_hi:[0,{j & 1},0]"
+        lines.append(f"v_mfma_scale_f32_16x16x128_f8f6f4 {operands} {select}")
     lines.insert(4, "v_mov_b32_e32 v0, v60")  # an operand changes in the middle
     lines.append(lines[0])  # a chain
     lines.append("v_accvgpr_read_b32 v70, a0")

@@ -6,16 +6,26 @@ Does not catch a mnemonic that LLVM prints and this machine understands differen
 from __future__ import annotations
 
 import pytest
-
 from mxgate.kernels.gfx950 import parse
 from mxgate.kernels.gfx950.text import TextError, instruction
 
 
 def assembly(
-    body: str, name: str = "k", *, lds: int = 0, vgprs: int = 64, agprs: int = 0, args: tuple[int, ...] = (), block: int = 64,
-    hidden: tuple[str, ...] = (), scratch: int = 0, kernarg: int | None = None, extra: str = "",
-) -> str:  # fmt: skip
-    """A whole .s around a body, as LLVM lays it out. args: sizes in bytes; the kernarg pointer is s[0:1], ids s2, s3, s4."""
+    body: str,
+    name: str = "k",
+    *,
+    lds: int = 0,
+    vgprs: int = 64,
+    agprs: int = 0,
+    args: tuple[int, ...] = (),
+    block: int = 64,
+    hidden: tuple[str, ...] = (),
+    scratch: int = 0,
+    kernarg: int | None = None,
+    extra: str = "",
+) -> str:
+    """A whole .s around a body, as LLVM lays it out. args: sizes in bytes; the kernarg pointer is s[0:1], ids s2, s3,
+    s4."""
     offset, rows = 0, []
     for size in args:
         offset = (offset + size - 1) // size * size

@@ -1,7 +1,8 @@
 """ISA text -> a decoded kernel: instructions, labels and the launch facts of its descriptor and metadata.
 
-The text is what LLVM prints for amdgcn (`.s`, code object v5/v6). Nothing is skipped in silence: an operand, a modifier or
-a directive inside the kernel that is not understood raises TextError, which names the mnemonic and the line.
+The text is what LLVM prints for amdgcn (`.s`, code object v5/v6). Nothing is skipped in silence: an operand, a
+modifier or a directive inside the kernel that is not understood raises TextError, which names the mnemonic and the
+line.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class _Stop(Exception):
 
 
 def isa(launch: Any, *args: Any) -> str:
-    """The ISA text of the kernel a `@flyc.jit` function launches; args as for a real launch, addresses may be any number."""
+    """The ISA text of the kernel a `@flyc.jit` function launches; args as for a real launch, addresses may be any
+    number."""
     os.environ.update(TARGET)
     from flydsl._mlir import ir
     from flydsl._mlir.passmanager import PassManager
@@ -59,7 +60,7 @@ def texts() -> dict[str, str]:
     """The committed ISA texts by name: dense_{sync}_{async|sync}."""
     whole = lzma.decompress(TEXTS.read_bytes()).decode()
     parts = whole.split("\f")
-    return dict(part.split("\n", 1) for part in parts[1:])  # type: ignore[misc]
+    return {part.split("\n", 1)[0]: part.split("\n", 1)[1] for part in parts[1:]}
 
 
 def main() -> None:

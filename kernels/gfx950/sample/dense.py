@@ -1,8 +1,8 @@
 """MXFP8 C[M, N] = A[M, K] B[N, K]^T in float32, the smallest kernel with everything that can go wrong between waves.
 
-A workgroup of 4 waves makes a 64 x 64 tile, a wave 32 x 32 of it. Both operands stream through two LDS buffers: while one
-128-wide step is multiplied, buffer loads fill the other. M and N are multiples of 64, K of 128; scales are row-major bytes
-[rows, K / 32]. `sync` says how a step waits for its buffer, and all but "right" are wrong on purpose:
+A workgroup of 4 waves makes a 64 x 64 tile, a wave 32 x 32 of it. Both operands stream through two LDS buffers: while
+one 128-wide step is multiplied, buffer loads fill the other. M and N are multiples of 64, K of 128; scales are
+row-major bytes [rows, K / 32]. `sync` says how a step waits for its buffer, and all but "right" are wrong on purpose:
 
 right       wait for the fills and for one's own reads, then meet the other waves
 no-wait     meet, but never wait for the fills
@@ -74,7 +74,8 @@ def build(sync: str = "right", asynchronous: bool = True):
         out = _buffer(c, fx.Int64(m) * fx.Int64(n) * fx.Int64(4))
 
         def fill(step, half):
-            """Every lane brings 2 x 16 bytes of each operand; the 16-byte column is turned by the row against bank conflicts."""
+            """Every lane brings 2 x 16 bytes of each operand; the 16-byte column is turned by the row against bank
+            conflicts."""
             for side, (data, _, first) in enumerate(operands):
                 for i in range_constexpr(FILLS // 2):
                     piece = fx.Int32(i * 256) + thread

@@ -6,15 +6,17 @@ them are ever in lock-step; without, all of a batch's waves run together.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mxgate.kernels.gfx950 import memory
 from mxgate.kernels.gfx950.hazards import Access, Finding, Judge, LdsShadow, Recorder, StoreShadow
-from mxgate.kernels.gfx950.memory import BASE, Memory, gather, scatter
+from mxgate.kernels.gfx950.memory import Memory, gather, scatter
 from mxgate.kernels.gfx950.mfma import FORMS, MODELS
 from mxgate.kernels.gfx950.plan import BRANCHES, Entry, Plan, Program, program
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
@@ -23,6 +25,28 @@ from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Ke
 LIMIT = 50_000_000
 BATCH = 128  # workgroups that run together: enough to share the cost of a step, few enough to fit in memory
 UNWRITTEN = 0xFF  # LDS before anything wrote it: NaN in every format
+
+
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """NumPy's own OpenBLAS on one thread: on products this small more threads only get in one another's way.
+
+    Other BLAS libraries (macOS Accelerate, a distribution's) are left as they are.
+    """
+    for path in sorted((Path(np.__file__).parent.parent / "numpy.libs").glob("*openblas*")):
+        library = ctypes.CDLL(str(path))
+        for suffix in ("64_", ""):
+            get = getattr(library, f"scipy_openblas_get_num_threads{suffix}", None)
+            put = getattr(library, f"scipy_openblas_set_num_threads{suffix}", None)
+            if get is not None and put is not None:
+                before = int(get())
+                put(1)
+                try:
+                    yield
+                finally:
+                    put(before)
+                return
+    yield
 
 
 class RunError(ValueError):
@@ -66,7 +90,7 @@ class Machine:
         self.found = Recorder()
         self.clock = 1
         self.lds_bytes = (lds_bytes + 15) // 16 * 16
-        self.lds_granule, store_granule = _granules(kernel)
+        self.lds_granule, store_granule = _granules(kernel) if hazards else (16, 16)
         self.stores = StoreShadow(mem.bytes.size, store_granule) if hazards else None
         self.hazards = hazards
         self.shadow: LdsShadow | None = None
@@ -339,8 +363,9 @@ def run(
         p.executions = 0
     launch = _Launch(machine, code, groups, items, mem.address(n), mem.address(n + 1), kernarg, limit)
     order = machine.random.permutation(total)
-    for at in range(0, total, batch):
-        launch.batch(order[at : at + batch])
+    with one_blas_thread():
+        for at in range(0, total, batch):
+            launch.batch(order[at : at + batch])
     for k, x in enumerate(arrays):
         if x.flags.writeable:
             x.reshape(-1).view(np.uint8)[:] = mem.bytes[mem.starts[k] : mem.ends[k]]
@@ -536,12 +561,3 @@ def _release(parked: list[Waves], done: Array) -> tuple[list[Waves], list[Waves]
         key = (st.stream, st.pc, st.queues)
         merged[key] = Waves.merge(merged[key], st) if key in merged else st
     return list(merged.values()), still
-
-
-def single_thread() -> None:
-    """Ask BLAS for one thread: more only get in one another's way on products this small. Before NumPy is first
-    used."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-__all__ = ["BASE", "LIMIT", "Machine", "RunError", "RunResult", "run", "single_thread"]

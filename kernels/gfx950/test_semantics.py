@@ -346,7 +346,16 @@ F32: dict[str, Callable[..., Any]] = {
 }
 INTEGER: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
-        ("v_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32", "v_mov_b64"), lambda x: x
+        (
+            "v_mov_b32",
+            "v_accvgpr_read",
+            "v_accvgpr_write",
+            "v_accvgpr_read_b32",
+            "v_accvgpr_write_b32",
+            "v_accvgpr_mov_b32",
+            "v_mov_b64",
+        ),
+        lambda x: x,
     ),
     "v_not_b32": lambda x: ~x,
     "v_and_b32": lambda x, y: x & y,

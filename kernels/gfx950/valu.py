@@ -304,6 +304,8 @@ ROWS: dict[str, Row] = {
     "v_accvgpr_read_b32": Row("u", "u", lambda x: x),
     "v_accvgpr_write_b32": Row("u", "u", lambda x: x),
     "v_accvgpr_mov_b32": Row("u", "u", lambda x: x),
+    "v_accvgpr_read": Row("u", "u", lambda x: x),  # the assembler's short names of the first two
+    "v_accvgpr_write": Row("u", "u", lambda x: x),
     "v_mov_b64": Row("U", "U", lambda x: x),
     "v_not_b32": Row("u", "u", np.invert),
     "v_and_b32": Row("u", "uu", np.bitwise_and),

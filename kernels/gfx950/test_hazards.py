@@ -109,6 +109,10 @@ def test_uninitialised_registers() -> None:
     assert (f.kind, f.count, f.address) == ("register-uninitialised", 64, 30)
     f = only(launch("s_add_u32 s30, s30, 1")[0])
     assert (f.kind, f.detail) == ("register-uninitialised", "s30 was never written there")
+    one = "s_mov_b32 s30, 1.0\nv_mov_b32_e32 v4, v0\nv_mov_b32_e32 v5, v0\n"
+    one += "v_pk_mul_f32 v[4:5], v[4:5], s[30:31] op_sel_hi:[1,{}]"
+    assert not launch(one.format(0))[0].findings, "the half of a pair that op_sel leaves out is not read"
+    assert only(launch(one.format(1))[0]).address == 31
     half = "s_mov_b64 exec, 0xffff\nv_mov_b32_e32 v5, 1\ns_mov_b64 exec, {}\nv_mov_b32_e32 v6, v5"
     f = only(launch(half.format("-1"))[0])
     assert (f.kind, f.lane, f.count) == ("register-uninitialised", 16, 48)

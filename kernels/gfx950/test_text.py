@@ -128,6 +128,26 @@ def test_operands_and_modifiers() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "lane"),
+    [
+        ("SWAP,8", lambda i: i ^ 8),
+        ("REVERSE,4", lambda i: i ^ 3),
+        ("BROADCAST,8,3", lambda i: (i & ~7) + 3),
+        ("QUAD_PERM,3,0,1,2", lambda i: (i & ~3) + (3, 0, 1, 2)[i & 3]),
+        ('BITMASK_PERM,"01pip"', lambda i: (i & 32) | 8 | (i & 4) | ((i & 2) ^ 2) | (i & 1)),
+    ],
+)
+def test_swizzle_names(pattern: str, lane: object) -> None:
+    import numpy as np
+    from mxgate.kernels.gfx950.memory import _swizzle
+
+    offset = instruction(f"ds_swizzle_b32 v0, v1 offset:swizzle({pattern})").modifiers["offset"]
+    x, index = np.arange(64)[None, :], np.full((1, 64), offset)
+    got = _swizzle(index, x, np.ones((1, 64), bool))
+    assert got[0].tolist() == [lane(i) for i in range(64)]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
     ("text", "counts"),
     [
         ("s_waitcnt vmcnt(3) lgkmcnt(0)", {"vmcnt": 3, "lgkmcnt": 0}),

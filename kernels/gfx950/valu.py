@@ -945,8 +945,11 @@ def _packed32(lay: Layout, inst: Instruction) -> Step:
             else:
                 np.copyto(st.f[plane], x, where=st.mask)
 
-    reads = tuple(r for o in src for r in lay.ids(inst, o))
-    return Step(inst, "vector", reads, lay.ids(inst, d, 2), run)
+    reads = []  # only the words that are selected: the other half of a scalar pair may hold nothing
+    for k, o in enumerate(src):
+        words = {(low[0], low[1])[k]} if move else {low[k], high[k]}
+        reads += [r for w, r in enumerate(lay.ids(inst, o)) if w in words or o.count == 1]
+    return Step(inst, "vector", tuple(reads), lay.ids(inst, d, 2), run)
 
 
 def _f16(fn: Fn) -> Fn:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import RunResult, parse, run
 from mxgate.kernels.gfx950.sample.compile import texts
 
@@ -32,7 +31,8 @@ def main() -> None:
             result, seconds = measure(n, hazards=hazards)
             print(
                 f"dense fp8 {n}^3, hazards {'on ' if hazards else 'off'}: {seconds:6.3f} s, "
-                f"{result.instructions / seconds / 1e6:5.2f} M wave-instructions/s, {result.flops / seconds / 1e9:5.1f} GFLOP/s"
+                f"{result.instructions / seconds / 1e6:5.2f} M wave-instructions/s, "
+                f"{result.flops / seconds / 1e9:5.1f} GFLOP/s"
             )
 
 

@@ -223,7 +223,8 @@ def decode(words: Array, element: Element, form: Form) -> Array:
     lanes = np.ascontiguousarray(words).view(run).reshape(waves, n, runs, groups, rows)
     octets = np.ascontiguousarray(lanes.transpose(0, 1, 4, 2, 3)).view(np.uint8)
     if element.bits == 8:
-        y = (floats.FP8 if element.name == "fp8" else floats.BF8).take(octets)
+        table = floats.FP8 if element.name == "fp8" else floats.BF8
+        y = table.take(octets)
     elif element.bits == 4:
         y = floats.PAIRS4.take(octets).view(np.float64)
     elif element.bits == 6:
@@ -351,6 +352,7 @@ class Product:
         slots_a: list[int] = []
         slots_b = sorted({sb for _, _, sb in members}, key=lambda s: min(r[s].d for r in partners.values() if s in r))
         self.rectangles: list[Rectangle] = []
+        self.scratch: dict[tuple[int, ...], tuple[Array, Array, Array, Array]] = {}
         n = self.form.rows
         for chosen, rows in groups.items():
             order = [b for b in slots_b if b in chosen]
@@ -406,6 +408,13 @@ class Product:
         for r, whole in zip(self.rectangles, outs, strict=True):
             st.tiles[r.result.key] = whole
 
+    def _scratch(self, shape: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
+        """Room for a product, a sum, its bits and a mask, kept from one product to the next."""
+        if shape not in self.scratch:
+            product, s = np.empty(shape), np.empty(shape)
+            self.scratch[shape] = product, s, np.empty(shape, np.int64), np.empty(shape, bool)
+        return self.scratch[shape]
+
     def _exact(self, n: int, sa: Array | None, sb: Array | None) -> Array:
         """bool[waves]: float64 holds every sum of products exactly, and no sum is a float32 denormal that needs more
         care."""
@@ -423,10 +432,12 @@ class Product:
         """One rounding of the exact sum. Where float64 sums of the products are exact, only a sum with C that lands
         on a float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain; those
         are redone."""
-        product = np.matmul(x, y.swapaxes(1, 2))
-        s = np.add(product, acc, dtype=np.float64)
+        product, s, bits, unsure = self._scratch(out.shape)
+        np.matmul(x, y.swapaxes(1, 2), out=product)
+        np.add(product, acc, out=s)
         if exact:
-            unsure = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+            np.bitwise_and(s.view(np.int64), 0x1FFFFFFF, out=bits)
+            np.equal(bits, 0x10000000, out=unsure)
         else:
             # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most
             # |x| |y|.

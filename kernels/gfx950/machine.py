@@ -23,6 +23,7 @@ from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
 from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Kernel
 
 LIMIT = 50_000_000
+MEMORY = 1 << 29  # bytes of registers, LDS and shadows that a batch may take
 BATCH = 128  # workgroups that run together: enough to share the cost of a step, few enough to fit in memory
 UNWRITTEN = 0xFF  # LDS before anything wrote it: NaN in every format
 
@@ -96,6 +97,13 @@ class Machine:
         self.shadow: LdsShadow | None = None
         self.lds = np.empty(0, np.uint8)
         self.since = np.zeros(0, np.int32)
+
+    def workgroup_bytes(self) -> int:
+        """What a workgroup takes while it runs: registers, LDS, and each LDS granule's shadow (12 bytes and 4 a wave)."""
+        k = self.kernel
+        registers = (k.vgprs + k.agprs) * 256 * self.waves_each
+        shadow = self.lds_bytes // self.lds_granule * (12 + 4 * self.waves_each) if self.hazards else 0
+        return registers + self.lds_bytes + shadow + 1
 
     def start(self, workgroups: int) -> None:
         """Fresh LDS for a batch."""
@@ -363,6 +371,7 @@ def run(
         p.executions = 0
     launch = _Launch(machine, code, groups, items, mem.address(n), mem.address(n + 1), kernarg, limit)
     order = machine.random.permutation(total)
+    batch = max(1, min(batch, MEMORY // machine.workgroup_bytes()))
     with one_blas_thread():
         for at in range(0, total, batch):
             launch.batch(order[at : at + batch])

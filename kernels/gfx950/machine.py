@@ -99,7 +99,7 @@ class Machine:
         self.since = np.zeros(0, np.int32)
 
     def workgroup_bytes(self) -> int:
-        """What a workgroup takes while it runs: registers, LDS, and each LDS granule's shadow (12 bytes and 4 a wave)."""
+        """Bytes a workgroup takes while it runs: registers, LDS, and each granule's shadow (12 and 4 a wave)."""
         k = self.kernel
         registers = (k.vgprs + k.agprs) * 256 * self.waves_each
         shadow = self.lds_bytes // self.lds_granule * (12 + 4 * self.waves_each) if self.hazards else 0

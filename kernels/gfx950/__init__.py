@@ -7,9 +7,22 @@ result.findings            # hazards; arrays among the arguments hold what the k
 
 from __future__ import annotations
 
+from mxgate.kernels.gfx950.assumptions import ASSUMPTIONS
 from mxgate.kernels.gfx950.hazards import KINDS, Finding
 from mxgate.kernels.gfx950.machine import RunError, RunResult, run
 from mxgate.kernels.gfx950.mfma import MODELS
 from mxgate.kernels.gfx950.text import Instruction, Kernel, TextError, parse
 
-__all__ = ["KINDS", "MODELS", "Finding", "Instruction", "Kernel", "RunError", "RunResult", "TextError", "parse", "run"]
+__all__ = [
+    "ASSUMPTIONS",
+    "KINDS",
+    "MODELS",
+    "Finding",
+    "Instruction",
+    "Kernel",
+    "RunError",
+    "RunResult",
+    "TextError",
+    "parse",
+    "run",
+]

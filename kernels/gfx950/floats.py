@@ -7,7 +7,6 @@ become NaN as each instruction says. Formats after the OCP MX and OFP8 specifica
 from __future__ import annotations
 
 import numpy as np
-
 from mxgate.kernels.gfx950.state import Array
 
 
@@ -81,8 +80,9 @@ def fma32(x: Array, y: Array, z: Array) -> Array:
     """float32 x * y + z rounded once: the product is exact in float64."""
     with np.errstate(all="ignore"):
         product = x.astype(np.float64) * y.astype(np.float64)
-        s, error = two_sum(product, np.broadcast_to(z, product.shape).astype(np.float64))
-        return np.where(np.isfinite(s), to_odd(s, np.where(np.isfinite(s), error, 0)), s).astype(np.float32)
+        s, error = two_sum(product, np.asarray(z).astype(np.float64))
+        exact: Array = np.where(np.isfinite(s), to_odd(s, np.where(np.isfinite(s), error, 0)), s)
+        return exact.astype(np.float32)
 
 
 def fma64(x: Array, y: Array, z: Array) -> Array:
@@ -95,17 +95,34 @@ def fma64(x: Array, y: Array, z: Array) -> Array:
         exact = Fraction(a) * Fraction(b) + Fraction(c)
         if exact == 0:
             return a * b + c
-        return exact.numerator / exact.denominator
+        try:
+            return exact.numerator / exact.denominator
+        except OverflowError:
+            return float("inf") if exact > 0 else float("-inf")
 
     return np.vectorize(one, otypes=[np.float64])(x, y, z)
 
 
+def _round_bf16(x: Array) -> Array:
+    """uint32 whose high half is the bfloat16 nearest to each float32 (ties to even); the low half is not cleared."""
+    u = np.asarray(x).view(np.uint32)
+    r = u >> np.uint32(16)
+    r &= np.uint32(1)
+    r += u
+    r += np.uint32(0x7FFF)
+    nan = np.isnan(x)
+    return np.where(nan, u | np.uint32(0x400000), r) if nan.any() else r
+
+
 def bf16_bits(x: Array) -> Array:
     """uint32 holding the bfloat16 nearest to each float32 (ties to even); NaN stays NaN, quiet."""
-    u = np.asarray(x).view(np.uint32)
-    rounded = (u + (np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    nan = (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(nan, (u >> np.uint32(16)) | np.uint32(0x40), rounded) if nan.any() else rounded
+    return _round_bf16(x) >> np.uint32(16)
+
+
+def bf16_pair(x: Array, y: Array) -> Array:
+    """Two float32 as two bfloat16 in a uint32, x low."""
+    high = _round_bf16(y) & np.uint32(0xFFFF0000)
+    return high | (_round_bf16(x) >> np.uint32(16))
 
 
 _SPECS = {"fp8": (FP8, 8), "bf8": (BF8, 8), "fp6": (FP6, 6), "bf6": (BF6, 6), "fp4": (FP4, 4)}
@@ -134,4 +151,5 @@ def narrow(x: Array, name: str) -> Array:
     tie = (low < len(middle)) & (a == middle[np.minimum(low, len(middle) - 1)]) & (low & 1 == 1)
     code = np.minimum(low + tie, len(finite) - 1)
     code = np.where(np.isnan(x), len(finite) - 1 if nan is None else nan, code)
-    return (code + np.where(np.signbit(x), half, 0)).astype(np.uint32)
+    signed: Array = code + np.where(np.signbit(x), half, 0)
+    return signed.astype(np.uint32)

@@ -1,9 +1,10 @@
 """What a run can find wrong: one record a finding, and the shadows that see it.
 
-Time is one counter of the batch. An LDS access occupies [issue, complete], where it completes at the wait that covers it
-(or at the end of the wave). Two accesses of different waves are ordered only by a barrier: the first must be complete
-before the barrier and the second issued after it. So an access conflicts with one recorded at or after the time its own
-barrier interval began. Which wave the emulator runs first does not matter: the later to complete sees the other.
+Time is one counter of the batch. An LDS access occupies [issue, complete], where it completes at the wait that covers
+it (or at the end of the wave). Two accesses of different waves are ordered only by a barrier: the first must be
+complete before the barrier and the second issued after it. So an access conflicts with one recorded at or after the
+time its own barrier interval began. Which wave the emulator runs first does not matter: the later to complete sees
+the other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
 from mxgate.kernels.gfx950.text import SCC, Instruction, Kernel
 
@@ -95,34 +95,44 @@ def register_name(number: int, kernel: Kernel) -> str:
 
 
 class Access(NamedTuple):
-    """One LDS access of a group: absolute byte addresses [W, 64], active lanes or None for all, its bytes a lane, when each
-    wave issued it ([W]), and when the barrier interval of its workgroup had begun at that time ([W])."""
+    """One LDS access of a group: absolute byte addresses [W, 64], active lanes or None for all, its bytes a lane,
+    when each wave issued it ([W]), and when the barrier interval of its workgroup had begun at that time ([W])."""
 
     address: Array
     active: Array | None
     size: int
     issued: Array
     since: Array
+    row: bool | None = None  # lane l's address is lane 0's plus l * size
+
+
+class Judge(NamedTuple):
+    """Where a shadow reports, and for which instruction."""
+
+    found: Recorder
+    inst: Instruction
+    kernel: Kernel
 
 
 class LdsShadow:
     """Who last wrote and read each granule of LDS, over the workgroups of a batch.
 
-    A granule is the narrowest access of the kernel (so nothing is lost), made finer when an access is not aligned to it.
+    A granule is the narrowest access of the kernel (so nothing is lost), made finer when an access is not aligned to
+    it.
     """
 
     def __init__(self, workgroups: int, nbytes: int, waves: int, granule: int) -> None:
-        self.granule, self.nbytes = granule, nbytes
+        self.granule, self.nbytes, self.waves = granule, nbytes, waves
         n = workgroups * nbytes // granule
         self.written = np.zeros(n, np.int32)  # time of the last write, 0: never
-        self.writer = np.zeros(n, np.int32)  # wave | is DMA << 5 | instruction << 6
-        self.other = np.zeros(n, np.int32)  # time of the last write by a wave other than `writer`
-        self.read = np.zeros((waves, n), np.int32)  # time each wave's last read of it completed
+        # Its writer (wave | is DMA << 5 | instruction << 6), and the time of the last write by a wave other than that
+        # one.
+        self.writer = np.zeros((n, 2), np.int32)
+        self.read = np.zeros((n, waves), np.int32)  # time each wave's last read of it completed
 
     def _refine(self, granule: int) -> None:
         k = self.granule // granule
-        self.written, self.writer, self.other = (np.repeat(x, k) for x in (self.written, self.writer, self.other))
-        self.read = np.repeat(self.read, k, axis=1)
+        self.written, self.writer, self.read = (np.repeat(x, k, axis=0) for x in (self.written, self.writer, self.read))
         self.granule = granule
 
     def _granules(self, a: Access) -> list[Array]:
@@ -134,44 +144,58 @@ class LdsShadow:
         first = a.address if g == 1 else a.address >> (g.bit_length() - 1)
         return [first] if a.size == g else [first + k for k in range(a.size // g)]
 
-    def on_read(self, found: Recorder, inst: Instruction, st: Waves, a: Access, now: int, lines: Kernel) -> None:
-        me, since = st.slot[:, None], a.since[:, None]
+    def on_read(self, to: Judge, st: Waves, a: Access, now: int) -> None:
+        since = a.since[:, None]
         for idx in self._granules(a):
-            written = self.written.take(idx)
-            low = written if a.active is None else written[a.active]
+            written: Array = self.written.take(idx)
+            low: Array = written if a.active is None else written[a.active]
             if not low.size:
                 continue
             if int(low.min()) == 0:
-                self._report(found, "lds-uninitialised", inst, st, a, written == 0, "nothing wrote it")
+                self._report(to, "lds-uninitialised", st, a, written == 0, "nothing wrote it")
             if bool((written >= since).any()):
-                self._conflicts(found, inst, st, a, idx, written, me, since, False, lines)
-            if a.active is None:
-                self.read[st.slot[:, None], idx] = now
-            else:
-                waves, _ = np.nonzero(a.active)
-                self.read[st.slot[waves], idx[a.active]] = now
+                self._conflicts(to, st, a, self.writer[idx], written, False)
+            mine = idx * self.waves + st.slot[:, None]
+            self.read.reshape(-1)[mine if a.active is None else mine[a.active]] = now
+
+    def on_write(self, to: Judge, st: Waves, a: Access, now: int, dma: bool, same: Callable[[], Array]) -> None:
+        """same() answers bool[W, 64]: whether the bytes written are those already there (that is no race)."""
+        record = np.int32(dma << 5 | to.inst.index << 6)
+        me, since = st.slot[:, None], a.since[:, None]
+        for idx in self._granules(a):
+            # A full wave's DMA lands on 64 granules in a row: whole rows of the tables, much quicker to move.
+            row = a.row is not None and a.size == self.granule and not (idx[:, 0] & 63).any()
+            at = idx[:, 0] >> 6 if row else idx
+
+            def table(x: Array, row: bool = row) -> Array:
+                return x.reshape(-1, 64, *x.shape[1:]) if row and len(x) % 64 == 0 else x
+
+            if row and len(self.written) % 64:
+                row, at = False, idx
+            written, seen, pair = table(self.written)[at], table(self.read)[at], table(self.writer)[at]
+            if bool((written >= since).any()):
+                self._conflicts(to, st, a, pair, written, dma, ~same())
+            if bool((seen >= since[..., None]).any()):
+                self._overtaken(to, st, a, seen, dma, ~same())
+            who = pair[..., 0]
+            pair[..., 1] = np.where(who & 31 == me, pair[..., 1], written)
+            pair[..., 0] = me | record
+            if a.active is not None:
+                at, pair = idx[a.active], pair[a.active]
+            table(self.written)[at] = now
+            table(self.writer)[at] = pair
 
     def _conflicts(
-        self,
-        found: Recorder,
-        inst: Instruction,
-        st: Waves,
-        a: Access,
-        idx: Array,
-        written: Array,
-        me: Array,
-        since: Array,
-        dma: bool,
-        lines: Kernel,
-        differs: Array | None = None,
+        self, to: Judge, st: Waves, a: Access, pair: Array, written: Array, dma: bool, differs: Array | None = None
     ) -> None:
-        who = self.writer.take(idx)
-        wave, by_dma = who & 31, (who >> 5) & 1 == 1
+        """Against earlier writes: of other waves in this barrier interval, and of this wave's own outstanding DMA."""
+        me, since = st.slot[:, None], a.since[:, None]
+        wave, by_dma = pair[..., 0] & 31, (pair[..., 0] >> 5) & 1 == 1
+        other = pair[..., 1]
         race = (written >= since) & (wave != me) & (written > 0)
-        race |= (wave == me) & (self.other.take(idx) >= since) & (self.other.take(idx) > 0)
+        race |= (wave == me) & (other >= since) & (other > 0)
+        # A wave's LDS operations run in order, and so do its DMAs; one of each kind does not.
         own = (wave == me) & (written > a.issued[:, None]) & (by_dma != dma)
-        if not dma:
-            own &= by_dma
         if differs is not None:
             race, own = race & differs, own & differs
         for bad, kind in (
@@ -182,106 +206,59 @@ class LdsShadow:
             if a.active is not None:
                 bad = bad & a.active
             if bad.any():
-                w0, l0 = np.argwhere(bad)[0]
-                line = lines.instructions[int(who[w0, l0]) >> 6].line
-                self._report(
-                    found,
-                    kind,
-                    inst,
-                    st,
-                    a,
-                    bad,
-                    f"written by wave {int(wave[w0, l0])} at line {line} with no barrier after its wait",
-                )
+                w, lane = np.argwhere(bad)[0]
+                line = to.kernel.instructions[int(pair[w, lane, 0]) >> 6].line
+                text = f"written by wave {int(wave[w, lane])} at line {line} with no barrier after its wait"
+                self._report(to, kind, st, a, bad, text)
 
-    def on_write(
-        self,
-        found: Recorder,
-        inst: Instruction,
-        st: Waves,
-        a: Access,
-        now: int,
-        dma: bool,
-        same: Callable[[], Array],
-        lines: Kernel,
-    ) -> None:
-        """same() answers bool[W, 64]: whether the bytes written are those already there (that is no race)."""
-        me, since = st.slot[:, None], a.since[:, None]
-        record = np.int32(dma << 5 | inst.index << 6)
-        for idx in self._granules(a):
-            written = self.written.take(idx)
-            if bool((written >= since).any()):
-                self._conflicts(found, inst, st, a, idx, written, me, since, dma, lines, ~same())
-            for wave in range(len(self.read)):
-                seen = self.read[wave].take(idx)
-                if bool((seen >= since).any()):
-                    differs = ~same()
-                    bad = (seen >= since) & (seen > 0) & (me != wave) & differs
-                    if dma:
-                        mine = (me == wave) & (seen > a.issued[:, None]) & differs
-                        if a.active is not None:
-                            mine = mine & a.active
-                        if mine.any():
-                            self._report(
-                                found,
-                                "lds-read-overtaken",
-                                inst,
-                                st,
-                                a,
-                                mine,
-                                "its read was issued before and waited for after",
-                            )
-                    if a.active is not None:
-                        bad = bad & a.active
-                    if bad.any():
-                        kind = "lds-read-overtaken" if dma else "lds-race"
-                        self._report(found, kind, inst, st, a, bad, f"wave {wave} reads it with no barrier between")
-            who = self.writer.take(idx)
-            other = np.where(who & 31 == me, self.other.take(idx), written)
-            waves = np.broadcast_to(me.astype(np.int32), idx.shape)
-            if a.active is not None:
-                idx, other, waves = idx[a.active], other[a.active], waves[a.active]
-            self.other[idx] = other
-            self.written[idx] = now
-            self.writer[idx] = waves | record
+    def _overtaken(self, to: Judge, st: Waves, a: Access, seen: Array, dma: bool, differs: Array) -> None:
+        """Against earlier reads: of other waves in this barrier interval, and of this wave's own outstanding ones."""
+        for wave in range(self.waves):
+            time, mine = seen[..., wave], st.slot[:, None] == wave
+            bad = (time >= a.since[:, None]) & (time > 0) & differs & ~mine
+            self._report(
+                to,
+                "lds-read-overtaken" if dma else "lds-race",
+                st,
+                a,
+                bad,
+                f"wave {wave} reads it with no barrier between",
+            )
+            if dma:
+                own = (time > a.issued[:, None]) & differs & mine
+                self._report(to, "lds-read-overtaken", st, a, own, "its read was issued before and waited for after")
 
-    def _report(
-        self, found: Recorder, kind: str, inst: Instruction, st: Waves, a: Access, bad: Array, detail: str
-    ) -> None:
+    def _report(self, to: Judge, kind: str, st: Waves, a: Access, bad: Array, detail: str) -> None:
         if a.active is not None:
             bad = bad & a.active
         if bad.any():
-            found.report(kind, inst, st, bad, a.address - (st.wg * self.nbytes)[:, None], detail)
+            to.found.report(kind, to.inst, st, bad, a.address - (st.wg * self.nbytes)[:, None], detail)
 
 
 class StoreShadow:
-    """Which workgroup stored each granule of device memory."""
+    """Which workgroup stored each granule of device memory; a granule is the kernel's narrowest store."""
 
     def __init__(self, nbytes: int, granule: int) -> None:
         self.granule = granule
         self.owner = np.zeros(nbytes // granule + 1, np.int32)
 
-    def on_store(
-        self, found: Recorder, inst: Instruction, st: Waves, address: Array, ok: Array, size: int, base: int
-    ) -> None:
-        """address: arena offsets [W, 64] of `size` bytes a lane, stored where ok."""
-        if self.granule > 1 and (size % self.granule or (address[ok] & (self.granule - 1)).any()):
-            self.owner, self.granule = np.repeat(self.owner, self.granule), 1
-        g = self.granule
-        gid = np.broadcast_to((st.gid + 1).astype(np.int32)[:, None], ok.shape)[ok]
-        first = address[ok] >> (g.bit_length() - 1)
-        for k in range(max(size // g, 1)):
-            old = self.owner[first + k]
-            bad = (old != 0) & (old != gid)
-            if bad.any():
-                full = np.zeros(ok.shape, bool)
-                full[ok] = bad
-                found.report(
-                    "workgroups-collide",
-                    inst,
-                    st,
-                    full,
-                    address + base,
-                    f"workgroup {int(old[bad][0]) - 1} stored there too",
-                )
+    def on_store(self, to: Judge, st: Waves, address: Array, ok: Array | None, size: int, base: int) -> None:
+        """address: arena offsets [W, 64] of `size` bytes a lane, stored where ok (None: everywhere)."""
+        a = address if ok is None else address[ok]
+        while self.granule > 1 and (size % self.granule or (a & (self.granule - 1)).any()):
+            self.owner, self.granule = np.repeat(self.owner, 2), self.granule // 2
+        gid = np.broadcast_to((st.gid + 1).astype(np.int32)[:, None], address.shape)
+        gid = gid if ok is None else gid[ok]
+        first = a >> (self.granule.bit_length() - 1)
+        for k in range(size // self.granule):
+            old = self.owner.take(first + k)
             self.owner[first + k] = gid
+            now = self.owner.take(first + k)  # another workgroup of this very group of waves may have written over it
+            bad = ((old != 0) & (old != gid)) | (now != gid)
+            if bad.any():
+                full = np.zeros(address.shape, bool)
+                full[... if ok is None else ok] = bad
+                who = int(np.where(now != gid, now, old)[bad][0]) - 1
+                to.found.report(
+                    "workgroups-collide", to.inst, st, full, address + base, f"workgroup {who} stored there too"
+                )

@@ -6,28 +6,53 @@ them are ever in lock-step; without, all of a batch's waves run together.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import memory
-from mxgate.kernels.gfx950.hazards import Access, Finding, LdsShadow, Recorder, StoreShadow
-from mxgate.kernels.gfx950.memory import BASE, Memory, gather, scatter
+from mxgate.kernels.gfx950.hazards import Access, Finding, Judge, LdsShadow, Recorder, StoreShadow
+from mxgate.kernels.gfx950.memory import Memory, gather, scatter
 from mxgate.kernels.gfx950.mfma import FORMS, MODELS
 from mxgate.kernels.gfx950.plan import BRANCHES, Entry, Plan, Program, program
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
 from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Kernel
 
 LIMIT = 50_000_000
-BATCH = 64  # workgroups that run together
+MEMORY = 1 << 29  # bytes of registers, LDS and shadows that a batch may take
+BATCH = 128  # workgroups that run together: enough to share the cost of a step, few enough to fit in memory
 UNWRITTEN = 0xFF  # LDS before anything wrote it: NaN in every format
 
 
+@contextmanager
+def one_blas_thread() -> Iterator[None]:
+    """NumPy's own OpenBLAS on one thread: on products this small more threads only get in one another's way.
+
+    Other BLAS libraries (macOS Accelerate, a distribution's) are left as they are.
+    """
+    for path in sorted((Path(np.__file__).parent.parent / "numpy.libs").glob("*openblas*")):
+        library = ctypes.CDLL(str(path))
+        for suffix in ("64_", ""):
+            get = getattr(library, f"scipy_openblas_get_num_threads{suffix}", None)
+            put = getattr(library, f"scipy_openblas_set_num_threads{suffix}", None)
+            if get is not None and put is not None:
+                before = int(get())
+                put(1)
+                try:
+                    yield
+                finally:
+                    put(before)
+                return
+    yield
+
+
 class RunError(ValueError):
-    """The kernel cannot be run as asked: arguments, launch shape, or the instruction limit. Names the line where there is one."""
+    """The kernel cannot be run as asked: arguments, launch shape, or the instruction limit. Names the line where
+    there is one."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +91,19 @@ class Machine:
         self.found = Recorder()
         self.clock = 1
         self.lds_bytes = (lds_bytes + 15) // 16 * 16
-        self.lds_granule, store_granule = _granules(kernel)
+        self.lds_granule, store_granule = _granules(kernel) if hazards else (16, 16)
         self.stores = StoreShadow(mem.bytes.size, store_granule) if hazards else None
         self.hazards = hazards
         self.shadow: LdsShadow | None = None
         self.lds = np.empty(0, np.uint8)
         self.since = np.zeros(0, np.int32)
+
+    def workgroup_bytes(self) -> int:
+        """Bytes a workgroup takes while it runs: registers, LDS, and each granule's shadow (12 and 4 a wave)."""
+        k = self.kernel
+        registers = (k.vgprs + k.agprs) * 256 * self.waves_each
+        shadow = self.lds_bytes // self.lds_granule * (12 + 4 * self.waves_each) if self.hazards else 0
+        return registers + self.lds_bytes + shadow + 1
 
     def start(self, workgroups: int) -> None:
         """Fresh LDS for a batch."""
@@ -89,6 +121,9 @@ class Machine:
     ) -> None:
         if self.hazards:
             self.found.report(kind, inst, st, bad, address, detail)
+
+    def judge(self, inst: Instruction) -> Judge:
+        return Judge(self.found, inst, self.kernel)
 
     # ---- LDS: an access is a payload (absolute addresses, data, active lanes, issue time, interval's begin)
     def lds_access(
@@ -121,9 +156,7 @@ class Machine:
         address, _, active, issued, since = payload
         self.clock += 1
         if self.shadow is not None:
-            self.shadow.on_read(
-                self.found, inst, st, Access(address, active, size, issued, since), self.clock, self.kernel
-            )
+            self.shadow.on_read(self.judge(inst), st, Access(address, active, size, issued, since), self.clock)
         if not self.lds_bytes:
             return np.zeros((st.n, 64, max(size // 4, 1)), np.uint32), active
         return self._load(address, size), active
@@ -143,10 +176,15 @@ class Machine:
                 equal: Array = (now == new).all(-1)
                 return equal
 
-            access = Access(address, active, size, issued, since)
-            self.shadow.on_write(self.found, inst, st, access, self.clock, dma, same, self.kernel)
+            access = Access(address, active, size, issued, since, dma if active is None else None)
+            self.shadow.on_write(self.judge(inst), st, access, self.clock, dma, same)
         if active is None and size == 16 and not (address & 15).any():
-            self.lds.view(np.complex128)[address >> 4] = np.ascontiguousarray(data).view(np.complex128)[..., 0]
+            rows = address[:, 0] >> 4
+            words = np.ascontiguousarray(data).view(np.complex128)[..., 0]
+            if dma and not (rows & 63).any() and self.lds.size % 1024 == 0:
+                self.lds.view(np.complex128).reshape(-1, 64)[rows >> 6] = words
+            else:
+                self.lds.view(np.complex128)[address >> 4] = words
             return
         if active is not None:
             address, data = address[active], data[active]
@@ -163,7 +201,7 @@ class Machine:
         if self.shadow is not None:
             nothing = np.ones((st.n, 64), bool)  # atomics may meet, so they are recorded and not judged
             access = Access(address, active, 4, issued, since)
-            self.shadow.on_write(self.found, inst, st, access, self.clock, False, lambda: nothing, self.kernel)
+            self.shadow.on_write(self.judge(inst), st, access, self.clock, False, lambda: nothing)
         lanes = np.argwhere(np.ones((st.n, 64), bool) if active is None else active)
         lanes = lanes[self.random.permutation(len(lanes))]
         words = self.lds.view(np.uint32)
@@ -179,7 +217,7 @@ class Machine:
 
 def _granules(kernel: Kernel) -> tuple[int, int]:
     """(LDS, device memory): the narrowest access the kernel makes to each, in bytes."""
-    lds, stores = [16], [4]
+    lds, stores = [16], [16]
     for i in kernel.instructions:
         n = memory.ds_bytes(i.base)
         if n is not None:
@@ -187,7 +225,9 @@ def _granules(kernel: Kernel) -> tuple[int, int]:
         if "lds" in i.modifiers or "_lds_" in i.base:
             lds.append(16 if i.base.endswith("dwordx4") else 4)
         if "_store_" in i.base:
-            stores.append(memory.STORE_NARROW.get(i.base.split("_store_")[1], (4, 0))[0])
+            form = i.base.split("_store_")[1]
+            wide = memory.WIDTHS.get(form, 4)
+            stores.append(memory.STORE_NARROW[form][0] if form in memory.STORE_NARROW else 4 if wide == 12 else wide)
     return min(lds), min(stores)
 
 
@@ -232,7 +272,7 @@ def _encode(kernel: Kernel, a: Argument, value: Value, address: int | None) -> b
         kind = {2: np.float16, 4: np.float32, 8: np.float64}.get(a.size)
         if kind is None:
             raise RunError(f"{where} holds {a.size} bytes, which no float has")
-        return kind(value).tobytes()
+        return bytes(kind(value).tobytes())
     if isinstance(value, (int, np.integer)):
         bits = 8 * a.size
         if not -(1 << (bits - 1)) <= int(value) < (1 << bits):
@@ -241,7 +281,8 @@ def _encode(kernel: Kernel, a: Argument, value: Value, address: int | None) -> b
     raise RunError(f"{where}: expected an array, a number or bytes, found {type(value).__name__}")
 
 
-_HIDDEN = {
+Three = tuple[int, int, int]
+_HIDDEN: dict[str, Callable[[Three, Three], int]] = {
     "hidden_block_count_x": lambda g, b: g[0],
     "hidden_block_count_y": lambda g, b: g[1],
     "hidden_block_count_z": lambda g, b: g[2],
@@ -301,11 +342,13 @@ def run(
     waves_each = (threads + 63) // 64
     total = groups[0] * groups[1] * groups[2]
     lanes = total * waves_each * 64
-    mem = Memory([x.nbytes for x in arrays] + [max(kernel.kernarg_bytes, 4), 64, kernel.scratch_bytes * lanes])
+    # Compilers read kernel arguments in wide loads that end past the last one, inside its cache line.
+    kernarg_bytes = (max(kernel.kernarg_bytes, 1) + 63) // 64 * 64
+    mem = Memory([x.nbytes for x in arrays] + [kernarg_bytes, 64, kernel.scratch_bytes * lanes])
     for k, x in enumerate(arrays):
         mem.bytes[mem.starts[k] : mem.ends[k]] = x.reshape(-1).view(np.uint8)
     n = len(arrays)
-    kernarg = np.zeros(max(kernel.kernarg_bytes, 4), np.uint8)
+    kernarg = np.zeros(kernarg_bytes, np.uint8)
     for a, v in pairs:
         if a.offset + a.size > kernel.kernarg_bytes:
             raise RunError(
@@ -328,8 +371,10 @@ def run(
         p.executions = 0
     launch = _Launch(machine, code, groups, items, mem.address(n), mem.address(n + 1), kernarg, limit)
     order = machine.random.permutation(total)
-    for at in range(0, total, batch):
-        launch.batch(order[at : at + batch])
+    batch = max(1, min(batch, MEMORY // machine.workgroup_bytes()))
+    with one_blas_thread():
+        for at in range(0, total, batch):
+            launch.batch(order[at : at + batch])
     for k, x in enumerate(arrays):
         if x.flags.writeable:
             x.reshape(-1).view(np.uint8)[:] = mem.bytes[mem.starts[k] : mem.ends[k]]
@@ -525,11 +570,3 @@ def _release(parked: list[Waves], done: Array) -> tuple[list[Waves], list[Waves]
         key = (st.stream, st.pc, st.queues)
         merged[key] = Waves.merge(merged[key], st) if key in merged else st
     return list(merged.values()), still
-
-
-def single_thread() -> None:
-    """Ask BLAS for one thread: more only get in one another's way on products this small. Before NumPy is first used."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-__all__ = ["BASE", "LIMIT", "Machine", "RunError", "RunResult", "run", "single_thread"]

@@ -1,8 +1,9 @@
 """Memory: the guarded device arena, LDS, and the semantics of buffer, global, scratch, scalar-load and DS instructions.
 
-Buffer rule (stride 0): dword i of an access is in range iff wrap32(voffset + imm) + soffset + 4 * (i + 1) <= num_records;
-out-of-range loads give 0 (also into LDS), out-of-range stores are dropped. The imm of an LDS load also moves its LDS address.
-Loads fetch at issue and deliver at their wait; LDS operations of a wave run in order, as late as its waits permit.
+Buffer rule (stride 0): dword i of an access is in range iff wrap32(voffset + imm) + soffset + 4 * (i + 1) <=
+num_records; out-of-range loads give 0 (also into LDS), out-of-range stores are dropped. The imm of an LDS load also
+moves its LDS address. Loads fetch at issue and deliver at their wait; LDS operations of a wave run in order, as late
+as its waits permit.
 """
 
 from __future__ import annotations
@@ -13,13 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import floats
-from mxgate.kernels.gfx950.hazards import Access
 from mxgate.kernels.gfx950.state import (
     LANES,
     Array,
-    Get,
     Layout,
     Step,
     Waves,
@@ -62,7 +60,8 @@ class Memory:
         return BASE + self.starts[k]
 
     def outside(self, a: Array, ok: Array, size: int) -> Array | None:
-        """bool[W, 64]: active lanes whose `size` bytes at arena offset a are not inside one allocation; None if none."""
+        """bool[W, 64]: active lanes whose `size` bytes at arena offset a are not inside one allocation; None if
+        none."""
         act = a if ok.all() else a[ok]
         if not act.size:
             return None
@@ -144,7 +143,8 @@ def _deliver_narrow(plane: int, size: int, sign: str, half: int | None) -> Calla
 
 # ------------------------------------------------------------------------------------- addresses
 class Place:
-    """Where an access goes: arena offsets int64[W, 64] and, for buffers, the byte offset and num_records that bound it."""
+    """Where an access goes: arena offsets int64[W, 64] and, for buffers, the byte offset and num_records that bound
+    it."""
 
     __slots__ = ("address", "limit", "offset")
 
@@ -250,30 +250,49 @@ def _fetch(inst: Instruction, st: Waves, where: Place, size: int) -> Array:
 
 
 def _put(inst: Instruction, st: Waves, where: Place, size: int, words: list[Array]) -> None:
-    """Store `size` bytes a lane from uint32 planes, dword by dword where a limit may cut a lane."""
-    m, a = st.machine, where.address
-    parts = [(0, size)] if size < 4 else [(4 * k, 4) for k in range(size // 4)]
-    for k, (at, n) in enumerate(parts):
-        ok = np.broadcast_to(st.mask, a.shape)
-        if where.offset is not None:
-            ok = ok & (where.offset + at + n <= where.limit)
-        bad = m.memory.outside(a + at, ok, n)
-        if bad is not None:
-            m.report("store-out-of-bounds", inst, st, bad, a + at + BASE, "outside every allocation")
-            ok = ok & ~bad
-        whole = bool(ok.all())
-        to = (a if whole else a[ok]) + at
-        word = np.broadcast_to(words[k], ok.shape)
-        if not whole:
-            word = word[ok]
-        if n == 4 and not (to & 3).any():
-            m.memory.u32[to >> 2] = word
-        elif n == 2 and not (to & 1).any():
-            m.memory.u16[to >> 1] = word.astype(np.uint16)
+    """Store `size` bytes a lane from uint32 planes; dword by dword where a limit cuts a lane."""
+    ok = np.broadcast_to(st.mask, where.address.shape)
+    if where.offset is not None:
+        whole = where.offset + size <= where.limit
+        edge = ~whole & (where.offset + 4 <= where.limit) & ok if size > 4 else None
+        if edge is not None and edge.any():
+            for k, word in enumerate(words):
+                _store_part(
+                    inst, st, where.address + 4 * k, ok & (where.offset + 4 * (k + 1) <= where.limit), 4, [word]
+                )
+            return
+        ok = whole if st.full else whole & ok
+    _store_part(inst, st, where.address, ok, size, words)
+
+
+def _store_part(inst: Instruction, st: Waves, a: Array, ok: Array, size: int, words: list[Array]) -> None:
+    m = st.machine
+    bad = m.memory.outside(a, ok, size)
+    if bad is not None:
+        m.report("store-out-of-bounds", inst, st, bad, a + BASE, "outside every allocation")
+        ok = ok & ~bad
+    whole = bool(ok.all())
+    to = a if whole else a[ok]
+    if not to.size:
+        return
+    octets = size if size in (8, 16) and not (to & (size - 1)).any() else 0
+    if octets:
+        data = np.stack([w if whole else w[ok] for w in words], -1)
+        if octets == 8:
+            m.memory.u64[to >> 3] = data.view(np.uint64)[..., 0]
         else:
-            scatter(m.memory.bytes, to.ravel(), word.reshape(-1, 1), n)
-        if m.stores is not None and ok.any():
-            m.stores.on_store(m.found, inst, st, a + at, ok, n, BASE)
+            m.memory.u128[to >> 4] = data.view(np.complex128)[..., 0]
+    else:
+        for k, word in enumerate(words):
+            x, n, at = word if whole else word[ok], min(size, 4), to + 4 * k
+            if n == 4 and not (at & 3).any():
+                m.memory.u32[at >> 2] = x
+            elif n == 2 and not (at & 1).any():
+                m.memory.u16[at >> 1] = x.astype(np.uint16)
+            else:
+                scatter(m.memory.bytes, at.ravel(), x.reshape(-1, 1), n)
+    if m.stores is not None:
+        m.stores.on_store(m.judge(inst), st, a, None if whole else ok, size, BASE)
 
 
 # ------------------------------------------------------------------------------------- loads and stores
@@ -574,7 +593,8 @@ def _ds(lay: Layout, inst: Instruction) -> Step:
 
 
 def transpose(words: Array, bits: int) -> Array:
-    """ds_read_b64_tr_b{4,8,16}: each 16 lanes hold a tile of rows of 16 elements; lane c receives column c. [assumed]"""
+    """ds_read_b64_tr_b{4,8,16}: each 16 lanes hold a tile of rows of 16 elements; lane c receives column c.
+    [assumed]"""
     w = words.shape[0]
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(w, 4, 16, 8)
     if bits == 4:

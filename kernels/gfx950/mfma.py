@@ -1,9 +1,9 @@
 """The matrix core: operand layouts, scales, arithmetic models, and the batching that makes them quick.
 
-Layouts (16x16x128; 32x32x64 by the same rule). With G = 64 / rows lane groups, fp8/bf8 lane `rows * g + row` holds two runs
-of 16 k, 16g.. and 16G + 16g..; fp6/bf6/fp4 lane holds k = 32g..32g+31. The scale byte in lane `rows * b + row` applies to
-the true K block 32b..32b+31 of that row; op_sel + 2 * op_sel_hi picks the byte, independently for A and B. C/D register
-r = 4q + s, lane `rows * g + col` is row 4Gq + 4g + s, column col. EXEC is ignored.
+Layouts (16x16x128; 32x32x64 by the same rule). With G = 64 / rows lane groups, fp8/bf8 lane `rows * g + row` holds
+two runs of 16 k, 16g.. and 16G + 16g..; fp6/bf6/fp4 lane holds k = 32g..32g+31. The scale byte in lane `rows * b +
+row` applies to the true K block 32b..32b+31 of that row; op_sel + 2 * op_sel_hi picks the byte, independently for A
+and B. C/D register r = 4q + s, lane `rows * g + col` is row 4Gq + 4g + s, column col. EXEC is ignored.
 
 MFMAs of one basic block that do not depend on one another run as one matrix product a wave. That changes no bit: each
 result is still rounded per instruction, from a sum that is exact or checked (see `_rne`).
@@ -12,19 +12,18 @@ result is still rounded per instruction, from a sum that is exact or checked (se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import floats
 from mxgate.kernels.gfx950.state import Array, Get, Layout, Step, Waves, allowed, vector_source
 from mxgate.kernels.gfx950.text import Instruction, Operand
 
 MODELS = {
-    "exact-rne": "products and their sum with C are exact, one round to nearest even to float32 per instruction",
-    "cdna3-like": "16 products at a time are summed exactly and cut to float32 toward zero, then added to the accumulator and cut again",
+    "exact-rne": "products and their sum with C are exact, rounded once an instruction, to nearest even float32",
+    "cdna3-like": "sums of 16 products are exact and cut to float32 toward zero, then added to C and cut again",
 }
 
 
@@ -49,8 +48,12 @@ BF16, F16 = Element("bf16", 16, 400, -133), Element("f16", 16, 41, -24)
 FP8, BF8 = FORMATS[0], FORMATS[1]
 
 
+CHUNK = 262144  # bytes of decoded operands a product works on at a time: they stay in the second-level cache
+
+
 class Form(NamedTuple):
-    """rows (= columns), contraction length, the two formats (None: cbsz and blgp say), whether scales follow, passes."""
+    """rows (= columns), contraction length, the two formats (None: cbsz and blgp say), whether scales follow,
+    passes."""
 
     rows: int
     k: int
@@ -82,7 +85,8 @@ FORMS: dict[str, Form] = {
 
 
 def wait_states(passes: int) -> tuple[int, int, int]:
-    """Wait states after an MFMA before (a VALU or memory read or an A/B read, an overlapping but not equal C read, a VALU write).
+    """Wait states after an MFMA before (a VALU or memory read or an A/B read, an overlapping but not equal C read, a
+    VALU write).
 
     LLVM's gfx950 hazard recognizer: 4 passes 8, 6, 7; 8 passes 12, 10, 11; 16 passes 20, 18, 19.
     """
@@ -144,7 +148,9 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     for side, (o, e) in enumerate(zip((a, b), elements, strict=True)):
         lane_elements = form.k * form.rows // 64
         p = planes(o, lane_elements * e.bits // 32)
-        scale, scale_ids, byte = None, (), 0
+        scale: Get | None = None
+        scale_ids: tuple[int, ...] = ()
+        byte = 0
         key: tuple[object, ...] = (p, e.name)
         if form.scaled:
             so = inst.operands[4 + side]
@@ -169,47 +175,77 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     )
 
 
-# ------------------------------------------------------------------------------------- decoding
+# ------------------------------------------------------------------------------------- operands as they were
+class Shelf:
+    """Where a block keeps operands of one shape until its products run: their registers may be reused before that.
+
+    words: uint32[waves, slots, runs, 64, words of a run], so that the elements of a run lie together; scales:
+    uint8[waves, slots, 64]. Slots are handed out while the block is planned.
+    """
+
+    def __init__(self, runs: int, words: int) -> None:
+        self.runs, self.words_each, self.slots = runs, words, 0
+        self.words = np.empty((0, 0, 0, 0, 0), np.uint32)
+        self.scales = np.empty((0, 0, 0), np.uint8)
+
+    def keep(self, slot: int, source: Source) -> Callable[[Waves], None]:
+        first, q, shift = source.planes[0], self.words_each, np.uint32(8 * source.byte)
+
+        def capture(st: Waves) -> None:
+            if len(self.words) < st.n:
+                self.words = np.empty((st.n, self.slots, self.runs, 64, q), np.uint32)
+                self.scales = np.empty((st.n, self.slots, 64), np.uint8)
+            for k in range(self.runs * q):
+                self.words[: st.n, slot, k // q, :, k % q] = st.r[first + k]
+            if source.scale is not None:
+                self.scales[: st.n, slot] = (source.scale(st) >> shift).astype(np.uint8)
+
+        return capture
+
+
+def shape_of(element: Element, registers: int) -> tuple[int, int]:
+    """(runs, words of a run) of an operand: eight registers of 8-bit elements are two runs of 16, all else is one."""
+    return (2, 4) if element.bits == 8 and registers == 8 else (1, registers)
+
+
 def _sixes(octets: Array) -> Array:
     """[..., 24] bytes -> [..., 32] six-bit codes, lowest bits first."""
-    b = octets.reshape(*octets.shape[:-1], 8, 3)
+    b = octets.reshape(*octets.shape[:-1], -1, 3)
     x, y, z = b[..., 0], b[..., 1], b[..., 2]
-    codes = np.stack([x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2], -1)
-    return codes.reshape(*octets.shape[:-1], 32)
+    return np.stack([x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2], -1)
 
 
-def decode(
-    raw: Sequence[Array], scales: Sequence[Array] | None, element: Element, form: Form
-) -> tuple[Array, Array | None]:
-    """Operands as float64 [waves, operands * rows, k] in true k order, and their scale bytes [waves, operands * rows, blocks].
-
-    raw: an array uint32[registers, waves, 64] per operand; scales: uint32[waves, 64] of scale bytes per operand, or None.
-    """
-    x = np.stack(raw)
-    n, registers, waves, _ = x.shape
+def decode(words: Array, element: Element, form: Form) -> Array:
+    """Operands as float64 [waves, operands * rows, k] in true k order; words as a Shelf holds them."""
+    waves, n, runs, _, q = words.shape
     rows, groups = form.rows, 64 // form.rows
-    if element.bits == 8 and registers == 8:
-        x = x.reshape(n, 2, 4, waves, groups // 2, 2, rows).transpose(3, 0, 6, 1, 4, 5, 2)
-    else:
-        x = x.reshape(n, registers, waves, groups, rows).transpose(2, 0, 4, 3, 1)
-    x = np.ascontiguousarray(x)
+    run: Any = {2: np.complex64, 4: np.complex128}.get(q, f"V{4 * q}")  # a type as wide as a run of words
+    lanes = np.ascontiguousarray(words).view(run).reshape(waves, n, runs, groups, rows)
+    octets = np.ascontiguousarray(lanes.transpose(0, 1, 4, 2, 3)).view(np.uint8)
     if element.bits == 8:
-        y = floats.PAIRS8[element.name].take(x.view(np.uint16)).view(np.float64)
+        table = floats.FP8 if element.name == "fp8" else floats.BF8
+        y = table.take(octets)
     elif element.bits == 4:
-        y = floats.PAIRS4.take(x.view(np.uint8)).view(np.float64)
+        y = floats.PAIRS4.take(octets).view(np.float64)
     elif element.bits == 6:
-        y = (floats.FP6 if element.name == "fp6" else floats.BF6).take(_sixes(x.view(np.uint8)))
+        codes = _sixes(octets.reshape(-1, 4 * q))
+        y = (floats.FP6 if element.name == "fp6" else floats.BF6).take(codes)
     elif element.name == "bf16":
-        y = (x.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        y = (octets.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     else:
-        y = x.view(np.float16).astype(np.float64)
-    y = y.reshape(waves, n * rows, form.k)
-    if scales is None:
-        return y, None
-    s = np.stack(scales).reshape(n, waves, groups, rows).transpose(1, 0, 3, 2).reshape(waves, n * rows, groups)
-    blocks = y.reshape(waves, n * rows, groups, 32)
-    blocks *= floats.E8M0.take(s)[..., None]
-    return y, s
+        y = octets.view(np.float16).astype(np.float64)
+    return y.reshape(waves, n * rows, form.k)
+
+
+def apply_scales(y: Array, scales: Array, form: Form) -> None:
+    """Multiply [waves, operands * rows, k] by 2**(byte - 127) of each row's 32-blocks, in place.
+
+    scales: uint8[waves, operands, 64] as a Shelf holds them.
+    """
+    waves, n, _ = scales.shape
+    s = floats.E8M0.take(scales.reshape(waves, n, 64 // form.rows, form.rows).swapaxes(2, 3)).reshape(-1, 1)
+    blocks = y.reshape(-1, 32)
+    np.multiply(blocks, s, out=blocks)
 
 
 # ------------------------------------------------------------------------------------- batches
@@ -228,9 +264,11 @@ class Batch:
         if not isinstance(m.c, float):
             reads |= set(m.c)
         d = set(m.d)
-        if any((m.a.key, m.b.key) == (o.a.key, o.b.key) for o, _, _ in self.members):
-            return True  # one result a pair of operands is what a rectangle can hold
         return bool(reads & self.results or d & self.results or d & self.accumulators)
+
+    def holds(self, slot_a: int, slot_b: int) -> bool:
+        """Whether this pair of operands is here already: one result a pair is what a rectangle can hold."""
+        return any((slot_a, slot_b) == (a, b) for _, a, b in self.members)
 
     def add(self, m: Matrix, slot_a: int, slot_b: int) -> None:
         self.members.append((m, slot_a, slot_b))
@@ -238,161 +276,217 @@ class Batch:
         if not isinstance(m.c, float):
             self.accumulators |= set(m.c)
 
-    def touches(self, registers: Sequence[int], writes: bool) -> bool:
+    def touches(self, registers: Iterable[int], writes: bool) -> bool:
         """Whether a step that reads (or writes) these registers must wait for the batch."""
         mine = self.results | self.accumulators if writes else self.results
         return not mine.isdisjoint(registers)
 
-    def close(self) -> Callable[[Waves], None]:
-        """The batch as one step: members grouped by form and format, then into rectangles of A x B operands."""
+    def close(self, shelves: Mapping[tuple[int, int], Shelf]) -> list[Product]:
+        """The batch as products: members grouped by form, format and accumulator, then into rectangles of A x B
+        operands."""
         kinds: dict[tuple[object, ...], list[tuple[Matrix, int, int]]] = {}
         for m, sa, sb in self.members:
             constant = m.c if isinstance(m.c, float) else None
             kinds.setdefault((m.form, m.a.element, m.b.element, constant), []).append((m, sa, sb))
-        parts = [_Product(members, self.model) for members in kinds.values()]
-        if len(parts) == 1:
-            return parts[0].run
-
-        def run(st: Waves) -> None:
-            for p in parts:
-                p.run(st)
-
-        return run
+        return [Product(members, self.model, shelves) for members in kinds.values()]
 
 
-class _Product:
+class Tile:
+    """Result registers of a rectangle of MFMAs: planes [A operands, B operands, registers].
+
+    While only products touch them, their values live in `st.tiles` as float32[waves, rows, columns], and the
+    registers are written when something else asks (the planner knows when).
+    """
+
+    def __init__(self, form: Form, planes: Array) -> None:
+        self.form, self.planes, self.flat = form, planes, planes.ravel()
+        self.registers = frozenset(int(p) for p in self.flat)
+        self.key = (form.rows, *planes.shape, planes.tobytes())
+        self.shape = (planes.shape[0] * form.rows, planes.shape[1] * form.rows)
+
+    def _order(self, waves: int) -> tuple[int, ...]:
+        na, nb, n = self.planes.shape
+        return na, nb, n // 4, 4, waves, 64 // self.form.rows, self.form.rows
+
+    def load(self, st: Waves, out: Array, lo: int, hi: int) -> None:
+        na, nb, quads, four, w, groups, rows = self._order(hi - lo)
+        values = st.registers[self.flat, lo:hi].view(np.float32).reshape(na, nb, quads, four, w, groups, rows)
+        out.reshape(w, na, quads, groups, four, nb, rows)[...] = values.transpose(4, 0, 2, 5, 3, 1, 6)
+
+    def release(self, st: Waves) -> None:
+        """Write the registers."""
+        tile = st.tiles.pop(self.key)
+        for lo in range(0, st.n, 16):
+            part = tile[lo : lo + 16]
+            na, nb, quads, four, w, groups, rows = self._order(len(part))
+            values = part.reshape(w, na, quads, groups, four, nb, rows).transpose(1, 5, 2, 4, 0, 3, 6)
+            st.registers[self.flat, lo : lo + w] = values.reshape(-1, w, 64).view(np.uint32)
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A run of A operands' rows times some or all of the B operands' rows, into one tile."""
+
+    rows: slice
+    columns: Array | None
+    result: Tile
+    accumulator: Tile | float
+
+
+class Product:
     """Members of one form, format pair and kind of accumulator (registers, or one constant)."""
 
-    def __init__(self, members: list[tuple[Matrix, int, int]], model: str) -> None:
+    def __init__(
+        self, members: list[tuple[Matrix, int, int]], model: str, shelves: Mapping[tuple[int, int], Shelf]
+    ) -> None:
         first = members[0][0]
         self.form, self.ea, self.eb = first.form, first.a.element, first.b.element
         self.model = model
         partners: dict[int, dict[int, Matrix]] = {}
         for m, sa, sb in members:
             partners.setdefault(sa, {})[sb] = m
-        by_set: dict[tuple[int, ...], list[int]] = {}
+        self.shelf_a, self.shelf_b = (shelves[shape_of(s.element, len(s.planes))] for s in (first.a, first.b))
+        groups: dict[frozenset[int], list[int]] = {}
         for sa, row in partners.items():
-            by_set.setdefault(tuple(sorted(row, key=lambda s, r=row: r[s].d)), []).append(sa)
-        groups: dict[frozenset[int], tuple[tuple[int, ...], list[int]]] = {}
-        for order, rows in by_set.items():
-            groups.setdefault(frozenset(order), (order, []))[1].extend(rows)
-        self.slots_a: list[int] = []
-        self.slots_b = sorted({sb for _, _, sb in members})
-        self.rectangles: list[tuple[slice, Array | None, int, Array, Array | float]] = []
-        for order, rows in groups.values():
-            rows.sort(key=lambda s, o=order: partners[s][o[0]].d)
-            at = len(self.slots_a)
-            self.slots_a += rows
-            d = np.array([[partners[s][o].d for o in order] for s in rows])
-            cs = [[partners[s][o].c for o in order] for s in rows]
-            columns = [self.slots_b.index(o) for o in order]
-            index = None if columns == list(range(len(self.slots_b))) else np.array(columns)
-            c: Array | float = first.c if isinstance(first.c, float) else np.array(cs)
-            self.rectangles.append((slice(at, at + len(rows)), index, len(order), d, c))
-        operand_bytes = (len(self.slots_a) + len(self.slots_b)) * self.form.rows * self.form.k * 8
-        self.chunk = max(1, 393216 // operand_bytes)
+            groups.setdefault(frozenset(row), []).append(sa)
+        slots_a: list[int] = []
+        slots_b = sorted({sb for _, _, sb in members}, key=lambda s: min(r[s].d for r in partners.values() if s in r))
+        self.rectangles: list[Rectangle] = []
+        self.scratch: dict[tuple[int, ...], tuple[Array, Array, Array, Array]] = {}
+        n = self.form.rows
+        for chosen, rows in groups.items():
+            order = [b for b in slots_b if b in chosen]
+            rows.sort(key=lambda s, o=order[0]: partners[s][o].d)  # type: ignore[misc]
+            at = len(slots_a)
+            slots_a += rows
+            result = Tile(self.form, np.array([[partners[s][o].d for o in order] for s in rows]))
+            c: Tile | float = 0.0
+            if isinstance(first.c, float):
+                c = first.c
+            else:
+                c = Tile(self.form, np.array([[partners[s][o].c for o in order] for s in rows]))
+            columns = [slots_b.index(o) * n + k for o in order for k in range(n)]
+            part = None if len(order) == len(slots_b) else np.array(columns)
+            self.rectangles.append(Rectangle(slice(at * n, (at + len(rows)) * n), part, result, c))
+        self.slots_a, self.slots_b = _range(slots_a), _range(slots_b)
+        operand_bytes = (len(slots_a) + len(slots_b)) * n * self.form.k * 8
+        self.chunk = max(1, CHUNK // operand_bytes)
         self.exact_bits = 53 - (self.form.k - 1).bit_length() - self.ea.span - self.eb.span
 
     def run(self, st: Waves) -> None:
-        form = self.form
-        groups = 64 // form.rows
-        quads = 1 if form.rows == 16 else 4
-        cap = st.captured
-        for lo in range(0, st.n, self.chunk):
-            hi = min(lo + self.chunk, st.n)
-            w = hi - lo
-            a, sa = self._side(cap, self.slots_a, self.ea, lo, hi)
-            b, sb = self._side(cap, self.slots_b, self.eb, lo, hi)
-            for rows, index, nb, d, c in self.rectangles:
-                x = a[:, rows.start * form.rows : rows.stop * form.rows]
-                y, ys = b, sb
-                if index is not None:
-                    pick = (index[:, None] * form.rows + np.arange(form.rows)).ravel()
-                    y = b[:, pick]
-                    ys = None if sb is None else sb[:, pick]
-                xs = None if sa is None else sa[:, rows.start * form.rows : rows.stop * form.rows]
-                na = rows.stop - rows.start
-                shape = (na, nb, quads, 4, w, groups, form.rows)
-
-                def turn(p: Array, na: int = na, nb: int = nb, w: int = w) -> Array:
-                    """[w, na * rows, nb * rows] -> registers' order."""
-                    return p.reshape(w, na, quads, groups, 4, nb, form.rows).transpose(1, 5, 2, 4, 0, 3, 6)
-
-                acc: Array | float
-                if isinstance(c, float):
-                    acc = c
-                else:
-                    acc = st.registers[c.ravel(), lo:hi].view(np.float32).reshape(shape)
-                with np.errstate(all="ignore"):
+        """Every wave's product, a few waves at a time. Tiles not yet in `st.tiles` are loaded from their registers."""
+        n, form = st.n, self.form
+        words_a, words_b = self.shelf_a.words[:n, self.slots_a], self.shelf_b.words[:n, self.slots_b]
+        scales_a = self.shelf_a.scales[:n, self.slots_a] if form.scaled else None
+        scales_b = self.shelf_b.scales[:n, self.slots_b] if form.scaled else None
+        exact = self._exact(n, scales_a, scales_b)
+        held = [st.tiles.get(r.result.key) for r in self.rectangles]
+        outs = [
+            np.empty((n, *r.result.shape), np.float32) if h is None else h
+            for r, h in zip(self.rectangles, held, strict=True)
+        ]
+        with np.errstate(all="ignore"):
+            for lo in range(0, n, self.chunk):
+                hi = min(lo + self.chunk, n)
+                a, b = decode(words_a[lo:hi], self.ea, form), decode(words_b[lo:hi], self.eb, form)
+                if scales_a is not None and scales_b is not None:
+                    apply_scales(a, scales_a[lo:hi], form)
+                    apply_scales(b, scales_b[lo:hi], form)
+                for r, h, whole in zip(self.rectangles, held, outs, strict=True):
+                    out = whole[lo:hi]
+                    acc: Array | float = out
+                    if isinstance(r.accumulator, float):
+                        acc = r.accumulator
+                    elif h is None or r.accumulator.key != r.result.key:
+                        acc = np.empty_like(out)
+                        r.accumulator.load(st, acc, lo, hi)
+                    x, y = a[:, r.rows], b if r.columns is None else b[:, r.columns]
                     if self.model == "exact-rne":
-                        out = self._rne(x, y, xs, ys, acc, turn)
+                        self._rne(x, y, acc, out, bool(exact[lo:hi].all()))
                     else:
-                        out = _groups_of_16(x, y, acc, turn)
-                st.registers[d.ravel(), lo:hi] = out.reshape(d.size, w, 64).view(np.uint32)
+                        _groups_of_16(x, y, acc, out)
+        for r, whole in zip(self.rectangles, outs, strict=True):
+            st.tiles[r.result.key] = whole
 
-    @staticmethod
-    def _side_scales(cap: dict[int, Array], slots: list[int], lo: int, hi: int) -> list[Array] | None:
-        found = [cap.get(-1 - s) for s in slots]
-        return None if found[0] is None else [x[lo:hi] for x in found if x is not None]
+    def _scratch(self, shape: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
+        """Room for a product, a sum, its bits and a mask, kept from one product to the next."""
+        if shape not in self.scratch:
+            product, s = np.empty(shape), np.empty(shape)
+            self.scratch[shape] = product, s, np.empty(shape, np.int64), np.empty(shape, bool)
+        return self.scratch[shape]
 
-    def _side(
-        self, cap: dict[int, Array], slots: list[int], e: Element, lo: int, hi: int
-    ) -> tuple[Array, Array | None]:
-        return decode([cap[s][:, lo:hi] for s in slots], self._side_scales(cap, slots, lo, hi), e, self.form)
+    def _exact(self, n: int, sa: Array | None, sb: Array | None) -> Array:
+        """bool[waves]: float64 holds every sum of products exactly, and no sum is a float32 denormal that needs more
+        care."""
+        low = self.ea.low + self.eb.low
+        if self.exact_bits < 0 or sa is None or sb is None:
+            return np.full(n, self.exact_bits >= 0 and low >= -149)
+        shape = (n, -1, 64 // self.form.rows, self.form.rows)
+        a, b = sa.reshape(shape), sb.reshape(shape)
+        high_a, low_a, high_b, low_b = a.max(2), a.min(2), b.max(2), b.min(2)
+        spread = (high_a - low_a).max((1, 2)).astype(int) + (high_b - low_b).max((1, 2))
+        least = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
+        return (spread <= self.exact_bits) & (least >= -149)
 
-    def _rne(
-        self, x: Array, y: Array, xs: Array | None, ys: Array | None, acc: Array | float, turn: Callable[[Array], Array]
-    ) -> Array:
-        """One rounding of the exact sum. float64 sums of these products are exact while scales spread little; then only a
-        sum that lands on a float32 tie can go wrong, and is redone. Where they spread, an error bound says which sums are
-        not certain, and those are redone."""
-        product = np.matmul(x, y.swapaxes(1, 2))
-        s = np.add(turn(product), acc, dtype=np.float64)
-        if not self._narrow(xs, ys):
-            bound = turn(np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2))) * 2.0**-44 + np.abs(s) * 2.0**-51
-            out = s.astype(np.float32)
-            unsure = (
-                ((s - bound).astype(np.float32) != (s + bound).astype(np.float32)) & np.isfinite(bound) & np.isfinite(s)
-            )
+    def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, exact: bool) -> None:
+        """One rounding of the exact sum. Where float64 sums of the products are exact, only a sum with C that lands
+        on a float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain; those
+        are redone."""
+        product, s, bits, unsure = self._scratch(out.shape)
+        np.matmul(x, y.swapaxes(1, 2), out=product)
+        np.add(product, acc, out=s)
+        if exact:
+            np.bitwise_and(s.view(np.int64), 0x1FFFFFFF, out=bits)
+            np.equal(bits, 0x10000000, out=unsure)
         else:
-            out = s.astype(np.float32)
-            tie = (s.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-            if not tie.any():
-                return out
-            unsure = tie & np.isfinite(s)
-        if unsure.any():
-            self._redo(np.argwhere(unsure), x, y, acc, out)
-        return out
+            # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most
+            # |x| |y|.
+            factor = self.form.k * 1.01 * 2.0**-53
+            unsure = _uncertain(s, _norm(x)[:, :, None] * (_norm(y) * factor)[:, None, :])
+            if np.count_nonzero(unsure) > 64:
+                unsure = _uncertain(s, np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2)) * factor)
+        flat = np.flatnonzero(unsure)
+        if len(flat):
+            flat = flat[np.isfinite(s.reshape(-1)[flat])]
+            c = np.full(len(flat), acc) if isinstance(acc, float) else acc.reshape(-1)[flat].astype(np.float64)
+            if exact:  # most ties are exact sums, which the cast rounds rightly
+                wrong = floats.two_sum(product.reshape(-1)[flat], c)[1] != 0
+                flat, c = flat[wrong], c[wrong]
+        np.copyto(out, s, casting="unsafe")
+        if len(flat):
+            w, row, column = np.unravel_index(flat, s.shape)
+            out[w, row, column] = self._redo(x[w, row] * y[w, column], c)
 
-    def _narrow(self, xs: Array | None, ys: Array | None) -> bool:
-        if self.exact_bits < 0:
-            return False
-        if xs is None or ys is None:
-            return self.ea.low + self.eb.low >= -149
-        lowest = int(xs.min()) + int(ys.min()) - 254 + self.ea.low + self.eb.low
-        if lowest < -149:
-            return False
-        if int(xs.max()) + int(ys.max()) - int(xs.min()) - int(ys.min()) <= self.exact_bits:
-            return True
-        spread = int((xs.max(-1) - xs.min(-1)).max()) + int((ys.max(-1) - ys.min(-1)).max())
-        return spread <= self.exact_bits
-
-    def _redo(self, where: Array, x: Array, y: Array, acc: Array | float, out: Array) -> None:
-        """Exact sums, rounded once, for the listed elements (indices into the registers' order)."""
-        i, j, quad, low, w, g, col = where.T
-        groups, rows = 64 // self.form.rows, self.form.rows
-        row = i * rows + quad * 4 * groups + 4 * g + low
-        terms = x[w, row] * y[w, j * rows + col]
-        c = np.full(len(where), acc) if isinstance(acc, float) else acc[tuple(where.T)].astype(np.float64)
-        if 53 - 5 - self.ea.span - self.eb.span >= 0:  # each block of 32 sums exactly, so five terms are left
-            blocks = terms.reshape(len(where), -1, 32).sum(-1)
-            out[tuple(where.T)] = floats.sum_once(np.concatenate([blocks, c[:, None]], 1))
-            return
-        for n, at in enumerate(map(tuple, where)):
-            values = [*terms[n].tolist(), float(c[n])]
+    def _redo(self, terms: Array, c: Array) -> Array:
+        """float32[n]: exact sums of terms [n, k] and c [n], rounded once."""
+        if 53 - 5 - self.ea.span - self.eb.span >= 0:  # each block of 32 sums exactly, so few terms are left
+            blocks = terms.reshape(len(c), -1, min(32, self.form.k)).sum(-1)
+            return floats.sum_once(np.concatenate([blocks, c[:, None]], 1))
+        out = np.empty(len(c), np.float32)
+        for n, row in enumerate(terms):
+            values = [*row.tolist(), float(c[n])]
             total = math.fsum(values)
             rest = math.fsum([*values, -total])
-            out[at] = floats.to_odd(np.array(total), np.array(rest)).astype(np.float32)
+            out[n] = floats.to_odd(np.array([total]), np.array([rest])).astype(np.float32)[0]
+        return out
+
+
+def _range(slots: list[int]) -> slice | list[int]:
+    """Slots that follow one another as a slice, so that taking them copies nothing."""
+    if slots == list(range(slots[0], slots[0] + len(slots))):
+        return slice(slots[0], slots[0] + len(slots))
+    return slots
+
+
+def _norm(x: Array) -> Array:
+    """Euclidean length of each row [waves, rows, k], a little rounded up."""
+    return np.sqrt(np.einsum("wrk,wrk->wr", x, x)) * (1 + 2.0**-40)
+
+
+def _uncertain(s: Array, bound: Array) -> Array:
+    """Whether the float32 nearest to the true value is in doubt, given a float64 sum and a bound on its error."""
+    bound += np.abs(s) * 2.0**-51
+    return (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
 
 
 def _cut(x: Array) -> Array:
@@ -402,10 +496,10 @@ def _cut(x: Array) -> Array:
     return x
 
 
-def _groups_of_16(x: Array, y: Array, acc: Array | float, turn: Callable[[Array], Array]) -> Array:
+def _groups_of_16(x: Array, y: Array, acc: Array | float, out: Array) -> None:
     total: Array | None = None
     for k in range(0, x.shape[2], 16):
-        part = turn(_cut(np.matmul(x[:, :, k : k + 16], y[:, :, k : k + 16].swapaxes(1, 2))))
+        part = _cut(np.matmul(x[:, :, k : k + 16], y[:, :, k : k + 16].swapaxes(1, 2)))
         total = _cut(np.add(part, acc if total is None else total, dtype=np.float64))
-    assert total is not None
-    return total.astype(np.float32)
+    if total is not None:
+        np.copyto(out, total, casting="unsafe")

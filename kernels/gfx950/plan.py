@@ -1,8 +1,8 @@
 """Basic blocks as lists of closures, one list for each way a block can be entered.
 
-What is outstanding (loads by instruction, in issue order) and how old the last MFMA results are is known without data, so
-a block is planned once for each such state: where results are delivered (as late as the waits permit), which registers
-are read too early, and which MFMAs run as one product. Running a block is then calling its closures.
+What is outstanding (loads by instruction, in issue order) and how old the last MFMA results are is known without
+data, so a block is planned once for each such state: where results are delivered (as late as the waits permit), which
+registers are read too early, and which MFMAs run as one product. Running a block is then calling its closures.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import memory, mfma, salu, valu
 from mxgate.kernels.gfx950.hazards import register_name
-from mxgate.kernels.gfx950.mfma import Batch, Source, wait_states
+from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, Tile, shape_of, wait_states
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Layout, Step, Waves, allowed
 from mxgate.kernels.gfx950.text import EXEC, SCC, VCC, Instruction, Kernel
 
@@ -36,10 +35,7 @@ LONGEST = 21  # wait states after which no MFMA result is early
 
 def mnemonics() -> frozenset[str]:
     """Every base mnemonic with semantics here."""
-    return (
-        frozenset(salu.ROWS) | salu.NOTHING | valu.MNEMONICS | frozenset(mfma.FORMS) | frozenset(memory.BINDERS) | CONTROL
-        | {"s_waitcnt"}
-    )  # fmt: skip
+    return frozenset((*salu.ROWS, *mfma.FORMS, *memory.BINDERS, "s_waitcnt")) | salu.NOTHING | valu.MNEMONICS | CONTROL
 
 
 def bind(lay: Layout, inst: Instruction) -> Step:
@@ -65,11 +61,13 @@ def bind(lay: Layout, inst: Instruction) -> Step:
 
 
 class Entry(NamedTuple):
-    """What is outstanding: vector-memory and LDS/scalar loads (instruction indices, oldest first), MFMA results (index, age)."""
+    """What is outstanding: vector-memory and LDS/scalar loads (instruction indices, oldest first), MFMA results
+    (index, age)."""
 
     vm: tuple[int, ...] = ()
     lg: tuple[int, ...] = ()
     matrix: tuple[tuple[int, int], ...] = ()
+    tiles: tuple[Any, ...] = ()  # keys of matrix results that are not in their registers
 
 
 @dataclass
@@ -95,6 +93,7 @@ class Program:
     model: str
     steps: list[Step] = field(default_factory=list)
     plans: dict[tuple[int, Entry], Plan] = field(default_factory=dict)
+    tiles: dict[Any, Tile] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lay = Layout(self.kernel)
@@ -123,11 +122,13 @@ class _Planner:
         for i in (*self.vm, *self.lg):
             self._hold(i, 1)
         self.matrix = [(i, -age) for i, age in entry.matrix]  # (instruction, time of issue)
+        self.held = {key: p.tiles[key] for key in entry.tiles}
         self.time = 0
         self.ops: list[Op] = []
         self.checked: list[Op] = []
         self.batch: Batch | None = None
         self.slots: dict[tuple[object, ...], int] = {}
+        self.shelves: dict[tuple[int, int], Shelf] = {}
         self.versions: dict[int, int] = {}
 
     def _hold(self, index: int, by: int) -> None:
@@ -178,13 +179,11 @@ class _Planner:
             if control is not None or i in p.starts or i >= len(p.steps):
                 break
         self._flush()
-        if any(True for _ in self.slots):
-            self.emit(lambda st: st.captured.clear())
         matrix = tuple((m, self.time - t) for m, t in self.matrix if self.time - t <= LONGEST) if p.hazards else ()
         return Plan(
             self.ops,
             self.checked,
-            Entry(tuple(self.vm), tuple(self.lg), matrix),
+            Entry(tuple(self.vm), tuple(self.lg), matrix, tuple(sorted(self.held))),
             control,
             i,
             np.arange(self.start, i),
@@ -234,7 +233,8 @@ class _Planner:
             if need > passed:
                 line = self.p.kernel.instructions[m].line
                 first = sorted(result & {*step.reads, *step.writes})[0]
-                text = f"{register_name(first, self.p.kernel)} is the result of line {line}: {passed} of {need} wait states passed"
+                name = register_name(first, self.p.kernel)
+                text = f"{name} is the result of line {line}: {passed} of {need} wait states passed"
                 self.emit(_finding("matrix-result-early", step.inst, first, text))
 
     # ---- asynchronous operations
@@ -275,7 +275,8 @@ class _Planner:
             while len(self.vm) > vm:
                 self._retire(self.vm, 0, "vm")
         if isinstance(lg, int) and lg < FULL["lgkmcnt"]:
-            # LDS operations return in order, scalar loads in any: n outstanding may be the last n LDS operations or scalar ones.
+            # LDS operations return in order, scalar loads in any: n outstanding may be the last n LDS operations or
+            # scalar ones.
             while True:
                 ds = [place for place, i in enumerate(self.lg) if self.p.steps[i].kind == "ds"]
                 if len(ds) <= lg:
@@ -289,38 +290,51 @@ class _Planner:
         m = step.matrix
         if self.batch is not None and self.batch.conflicts(m):
             self._flush()
-        slots = [self._capture(m.a, m.form.scaled), self._capture(m.b, m.form.scaled)]
+        self._release({*m.a.planes, *m.b.planes, *m.a.scale_ids, *m.b.scale_ids})
+        slots = self._capture(m.a), self._capture(m.b)
+        if self.batch is not None and self.batch.holds(*slots):
+            self._flush()
         if self.batch is None:
             self.batch = Batch(self.p.model)
         self.batch.add(m, *slots)
         self.matrix.append((step.inst.index, self.time))
 
-    def _capture(self, source: Source, scaled: bool) -> int:
+    def _capture(self, source: Source) -> int:
         """Keep an operand as it is now: its registers may be reused before the batch runs."""
         versions = tuple(self.versions.get(r, 0) for r in (*source.planes, *source.scale_ids))
         key = (source.key, versions)
-        if key in self.slots:
-            return self.slots[key]
-        slot = self.slots[key] = len(self.slots)
-        planes, scale, shift = source.planes, source.scale, np.uint32(8 * source.byte)
-        first, last = planes[0], planes[-1] + 1
-
-        def capture(st: Waves) -> None:
-            st.captured[slot] = st.registers[first:last].copy()
-            if scale is not None:
-                st.captured[-1 - slot] = np.broadcast_to((scale(st) >> shift) & np.uint32(255), (st.n, 64))
-
-        self.emit(capture)
-        return slot
+        if key not in self.slots:
+            shape = shape_of(source.element, len(source.planes))
+            shelf = self.shelves.setdefault(shape, Shelf(*shape))
+            self.slots[key] = shelf.slots
+            shelf.slots += 1
+            self.emit(shelf.keep(self.slots[key], source))
+        return self.slots[key]
 
     def _flush_for(self, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
+        """Bring the registers up to date before something else reads or writes these."""
         if self.batch is not None and (self.batch.touches(reads, False) or self.batch.touches(writes, True)):
             self._flush()
+        self._release({*reads, *writes})
+
+    def _release(self, registers: set[int] | frozenset[int], but: Any = None) -> None:
+        for key in [k for k, tile in self.held.items() if k != but and not tile.registers.isdisjoint(registers)]:
+            self.emit(self.held.pop(key).release)
 
     def _flush(self) -> None:
-        if self.batch is not None:
-            self.emit(self.batch.close())
-            self.batch = None
+        if self.batch is None:
+            return
+        products = self.batch.close(self.shelves)
+        self.batch = None
+        for product in products:
+            for r in product.rectangles:
+                self._release(r.result.registers, r.result.key)
+                if not isinstance(r.accumulator, float):
+                    in_place = r.accumulator.key == r.result.key
+                    self._release(r.accumulator.registers, r.result.key if in_place else None)
+            self.emit(product.run)
+            for r in product.rectangles:
+                self.held[r.result.key] = self.p.tiles.setdefault(r.result.key, r.result)
 
 
 def _finding(kind: str, inst: Instruction, register: int, text: str) -> Op:

@@ -1,6 +1,7 @@
 """Scalar ALU semantics: a row a mnemonic, after the public "AMD Instinct CDNA3/CDNA4 ISA" documents.
 
-Letters: u i (32 bits), U I (64 bits), c (SCC as bool), x (EXEC, implied). A row with destination "uc" answers (value, scc).
+Letters: u i (32 bits), U I (64 bits), c (SCC as bool), x (EXEC, implied). A row with destination "uc" answers (value,
+scc).
 """
 
 from __future__ import annotations
@@ -9,8 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
-from mxgate.kernels.gfx950.state import Array, Layout, Row, Step, Waves, allowed, scalar_put, scalar_source
+from mxgate.kernels.gfx950.state import (
+    Array,
+    Get,
+    Layout,
+    Put,
+    Row,
+    Step,
+    Waves,
+    allowed,
+    scalar_put,
+    scalar_source,
+)
 from mxgate.kernels.gfx950.text import EXEC, SCC, Instruction, Operand
 
 Fn = Callable[..., Any]
@@ -71,7 +82,7 @@ def _bfe(x: Array, y: Array) -> Array:
 def _bfe_signed(x: Array, y: Array) -> Array:
     offset = (y & 31).view(np.uint32).astype(np.int64)
     width = np.minimum((y.view(np.uint32) >> _u32(16)) & _u32(127), _u32(32)).astype(np.int64)
-    field = (x.view(np.uint32).astype(np.int64) >> offset) & ((np.int64(1) << width) - 1)
+    field = (x.astype(np.int64) >> offset) & ((np.int64(1) << width) - 1)
     sign = np.where(width > 0, np.int64(1) << np.maximum(width - 1, 0), 0)
     return ((field ^ sign) - sign).astype(np.int32)
 
@@ -223,8 +234,22 @@ _ACCUMULATES = {
     "s_cmovk_i32": 1,
 }
 NOTHING = frozenset(
-    ("s_nop", "s_setprio", "s_sleep", "s_icache_inv", "s_dcache_wb", "s_dcache_inv", "s_inst_prefetch", "s_setkill")
-    + ("buffer_wbl2", "buffer_inv", "buffer_wbinvl1", "s_ttracedata", "s_incperflevel", "s_decperflevel")
+    (
+        "s_nop",
+        "s_setprio",
+        "s_sleep",
+        "s_icache_inv",
+        "s_dcache_wb",
+        "s_dcache_inv",
+        "s_inst_prefetch",
+        "s_setkill",
+        "s_ttracedata",
+        "s_incperflevel",
+        "s_decperflevel",
+        "buffer_wbl2",
+        "buffer_inv",
+        "buffer_wbinvl1",
+    )
 )
 _EXEC = Operand("s", EXEC, 2, text="exec")
 _SCC = Operand("s", SCC, 1, text="scc")
@@ -235,6 +260,10 @@ def _k16(inst: Instruction, o: Operand, signed: bool) -> Array:
         raise inst.error(f"operand {o.text} is not a 16-bit constant")
     v = o.value & 0xFFFF
     return np.array([v - 0x10000 if signed and v >= 0x8000 else v], np.int32 if signed else np.uint32)
+
+
+def _fixed(value: Array) -> Get:
+    return lambda st: value
 
 
 def bind(lay: Layout, inst: Instruction) -> Step:
@@ -251,7 +280,8 @@ def bind(lay: Layout, inst: Instruction) -> Step:
         raise inst.error(f"expected {len(written) + len(named) - (where is not None)} operands")
     reads: list[int] = []
     writes: list[int] = []
-    puts, gets = [], []
+    puts: list[Put] = []
+    gets: list[Get] = []
     rest = iter(operands)
     for kind in row.destinations:
         o = _EXEC if kind == "x" else _SCC if kind == "c" else next(rest)
@@ -260,8 +290,7 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     for kind in row.sources:
         o = _EXEC if kind == "x" else _SCC if kind == "c" else next(rest)
         if kind in "kK":
-            k = _k16(inst, o, kind == "k")
-            gets.append(lambda st, k=k: k)
+            gets.append(_fixed(_k16(inst, o, kind == "k")))
             continue
         gets.append(scalar_source(inst, o, "U" if kind == "x" else kind))
         reads += lay.ids(inst, o)

@@ -1,7 +1,8 @@
 """The registers of a group of waves that stand at one program counter, and the typed operands that read and write them.
 
 Vector registers are planes uint32[W, 64] (wave, lane); AGPR i is plane `vgprs + i`. Scalars are rows uint32[W].
-Every instruction works on the whole group at once; EXEC is a lane mask bool[W, 64] with a flag for the common full case.
+Every instruction works on the whole group at once; EXEC is a lane mask bool[W, 64] with a flag for the common full
+case.
 """
 
 from __future__ import annotations
@@ -10,19 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-
 from mxgate.kernels.gfx950.text import EXEC, SCC, Instruction, Kernel, Operand, float_bits
 
-Array = npt.NDArray[Any]
+Array = Any  # an ndarray: NumPy's stubs lose dtypes and shapes at the first view, so docstrings give them instead
 Get = Callable[["Waves"], Array]
 Put = Callable[["Waves", Array], None]
 
 LANES = np.arange(64)
 SCALARS = 129  # s0..s127 and SCC
 SCALAR_BASE = 1024  # a scalar's number in the sets of registers that hazard checks use
-U32, I32, F32 = np.dtype(np.uint32), np.dtype(np.int32), np.dtype(np.float32)
-U64, I64, F64 = np.dtype(np.uint64), np.dtype(np.int64), np.dtype(np.float64)
+U32, I32, F32 = (np.dtype(t) for t in ("uint32", "int32", "float32"))
+U64, I64, F64 = (np.dtype(t) for t in ("uint64", "int64", "float64"))
 
 
 class Waves:
@@ -36,7 +35,7 @@ class Waves:
         self.wg, self.gid, self.slot = wg, gid, slot
         self.vm: list[Any] = []
         self.lg: list[Any] = []
-        self.captured: dict[int, Array] = {}
+        self.tiles: dict[Any, Array] = {}  # matrix results not yet in their registers
         self.initialised = np.zeros(SCALAR_BASE + SCALARS, bool)
         self.partial: dict[int, Array] = {}
         self.executed = 0
@@ -65,7 +64,6 @@ class Waves:
         other.wg, other.gid, other.slot = self.wg[index], self.gid[index], self.slot[index]
         other.vm = [_take(p, index) for p in self.vm]
         other.lg = [_take(p, index) for p in self.lg]
-        other.captured = {}
         other.initialised = self.initialised.copy()
         other.partial = {k: v[index] for k, v in self.partial.items()}
         other.executed, other.pc = self.executed, self.pc
@@ -74,7 +72,8 @@ class Waves:
         other.exec_changed()
 
     def split(self, away: Array) -> Waves:
-        """Move the waves where `away` (bool[W]) holds into a new group. The rest stay in place: the tail fills the gaps."""
+        """Move the waves where `away` (bool[W]) holds into a new group. The rest stay in place: the tail fills the
+        gaps."""
         gone = np.nonzero(away)[0]
         out = Waves.__new__(Waves)
         self._copy_to(out, gone, self.registers[:, gone], self.scalars[:, gone])
@@ -86,6 +85,10 @@ class Waves:
         order = order[:keep]
         self.registers[:, holes] = self.registers[:, tail]
         self.scalars[:, holes] = self.scalars[:, tail]
+        out.tiles = {k: tile[gone] for k, tile in self.tiles.items()}
+        for k, tile in self.tiles.items():
+            tile[holes] = tile[tail]
+            self.tiles[k] = tile[:keep]
         self._copy_to(self, order, self.registers[:, :keep], self.scalars[:, :keep])
         return out
 
@@ -93,17 +96,18 @@ class Waves:
     def merge(a: Waves, b: Waves) -> Waves:
         """One group of two that stand at the same instruction with the same outstanding operations."""
         out = Waves.__new__(Waves)
-        out.machine, out.captured = a.machine, {}
+        out.machine = a.machine
         for name in ("scc", "wg", "gid", "slot"):
             setattr(out, name, np.concatenate([getattr(a, name), getattr(b, name)]))
         out.vm = [_join(p, q) for p, q in zip(a.vm, b.vm, strict=True)]
         out.lg = [_join(p, q) for p, q in zip(a.lg, b.lg, strict=True)]
+        out.tiles = {k: np.concatenate([tile, b.tiles[k]]) for k, tile in a.tiles.items()}
         out.initialised = a.initialised & b.initialised
         out.partial = {}
         for k in set(a.partial) | set(b.partial):
             out.partial[k] = np.concatenate([a.known(k), b.known(k)])
-        for k in np.nonzero(a.initialised ^ b.initialised)[0]:
-            out.partial[int(k)] = np.concatenate([a.known(int(k)), b.known(int(k))])
+        for number in np.nonzero(a.initialised ^ b.initialised)[0].tolist():
+            out.partial[number] = np.concatenate([a.known(number), b.known(number)])
         out.executed = max(a.executed, b.executed)
         out.pc, out.queues, out.stream = a.pc, a.queues, a.stream
         out._bind(np.concatenate([a.registers, b.registers], axis=1), np.concatenate([a.scalars, b.scalars], axis=1))

@@ -1,7 +1,8 @@
 """ISA text -> a decoded kernel: instructions, labels and the launch facts of its descriptor and metadata.
 
-The text is what LLVM prints for amdgcn (`.s`, code object v5/v6). Nothing is skipped in silence: an operand, a modifier or
-a directive inside the kernel that is not understood raises TextError, which names the mnemonic and the line.
+The text is what LLVM prints for amdgcn (`.s`, code object v5/v6). Nothing is skipped in silence: an operand, a
+modifier or a directive inside the kernel that is not understood raises TextError, which names the mnemonic and the
+line.
 """
 
 from __future__ import annotations
@@ -177,9 +178,33 @@ def operand(text: str) -> Operand | None:
     return None
 
 
+def _swizzle(value: str) -> int | None:
+    """The assembler's names for ds_swizzle_b32 patterns: swizzle(SWAP,8) and its like, as the offset they encode."""
+    m = re.match(r"^swizzle\((\w+),(.*)\)$", value)
+    if m is None:
+        return None
+    kind, rest = m[1], [x.strip().strip('"') for x in m[2].split(",")]
+    if kind == "BITMASK_PERM" and len(rest) == 1 and re.match(r"^[01pi]{5}$", rest[0]):
+        masks = [sum(1 << (4 - k) for k, c in enumerate(rest[0]) if c in chosen) for chosen in ("pi", "1", "i")]
+        return masks[0] | masks[1] << 5 | masks[2] << 10
+    if not all(x.isdigit() for x in rest):
+        return None
+    n = [int(x) for x in rest]
+    if kind == "QUAD_PERM" and len(n) == 4:
+        return 0x8000 | n[0] | n[1] << 2 | n[2] << 4 | n[3] << 6
+    if kind == "BROADCAST" and len(n) == 2:
+        return (32 - n[0]) | n[1] << 5
+    if kind in ("SWAP", "REVERSE") and len(n) == 1:
+        return 31 | (n[0] if kind == "SWAP" else n[0] - 1) << 10
+    return None
+
+
 def _modifier(token: str) -> tuple[str, Modifier] | None:
     name, colon, value = token.partition(":")
     form = MODIFIERS.get(name)
+    if name == "offset" and value.startswith("swizzle("):
+        code = _swizzle(value)
+        return None if code is None else (name, code)
     try:
         if form == "flag" and not colon:
             return name, True

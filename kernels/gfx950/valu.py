@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-
 from mxgate.kernels.gfx950 import floats
 from mxgate.kernels.gfx950.salu import first_high, first_low, ones, reverse_bits
 from mxgate.kernels.gfx950.state import (
@@ -205,7 +204,8 @@ def _denormal(x: Array) -> Array:
 
 
 def _div_scale(s0: Array, s1: Array, s2: Array) -> tuple[Array, Array]:
-    """s1 denominator, s2 numerator; scales s0 (one of them) so that the quotient's steps neither over- nor underflow."""
+    """s1 denominator, s2 numerator; scales s0 (one of them) so that the quotient's steps neither over- nor
+    underflow."""
     one = np.float32(1)
     quotient, inverse = s2.astype(np.float64) / s1, 1.0 / s1.astype(np.float64)
     q_tiny = (quotient != 0) & (np.abs(quotient) < 2.0**-126)
@@ -304,6 +304,8 @@ ROWS: dict[str, Row] = {
     "v_accvgpr_read_b32": Row("u", "u", lambda x: x),
     "v_accvgpr_write_b32": Row("u", "u", lambda x: x),
     "v_accvgpr_mov_b32": Row("u", "u", lambda x: x),
+    "v_accvgpr_read": Row("u", "u", lambda x: x),  # the assembler's short names of the first two
+    "v_accvgpr_write": Row("u", "u", lambda x: x),
     "v_mov_b64": Row("U", "U", lambda x: x),
     "v_not_b32": Row("u", "u", np.invert),
     "v_and_b32": Row("u", "uu", np.bitwise_and),
@@ -470,7 +472,7 @@ ROWS: dict[str, Row] = {
     "v_cvt_f64_u32": Row("F", "u", lambda x: x.astype(np.float64)),
     "v_cvt_i32_f64": Row("i", "F", lambda x: _to_int(x, -(1 << 31), (1 << 31) - 1, np.int32)),
     "v_cvt_u32_f64": Row("u", "F", lambda x: _to_int(x, 0, 0xFFFFFFFF, u32)),
-    "v_cvt_pk_bf16_f32": Row("u", "ff", lambda x, y: floats.bf16_bits(x) | (floats.bf16_bits(y) << u32(16))),
+    "v_cvt_pk_bf16_f32": Row("u", "ff", floats.bf16_pair),
     "v_cvt_pkrtz_f16_f32": Row("u", "ff", lambda x, y: _rtz16(x) | (_rtz16(y) << u32(16))),
     "v_cvt_pk_u16_u32": Row(
         "u", "uu", lambda x, y: np.minimum(x, u32(0xFFFF)) | (np.minimum(y, u32(0xFFFF)) << u32(16))
@@ -516,7 +518,8 @@ def _as16(fn: Fn, take: Fn) -> Fn:
     return lambda x, y: fn(take(x), take(y))
 
 
-for _name, _fn in {**_ORDER, "ne": np.not_equal}.items():
+_INTEGER_ORDER: dict[str, Fn] = {**_ORDER, "ne": np.not_equal}
+for _name, _fn in _INTEGER_ORDER.items():
     for _suffix, _letters in (("i32", "ii"), ("u32", "uu"), ("i64", "II"), ("u64", "UU")):
         ROWS[f"v_cmp_{_name}_{_suffix}"] = Row("m", _letters, _fn)
     ROWS[f"v_cmp_{_name}_u16"] = Row("m", "uu", _as16(_fn, _u16))
@@ -531,8 +534,23 @@ for _name in [n for n in ROWS if n.startswith("v_cmp_")]:
 # ------------------------------------------------------------------------------------- operand selection
 SDWA = frozenset(("dst_sel", "dst_unused", "src0_sel", "src1_sel", "clamp"))
 DPP = frozenset(
-    ("quad_perm", "row_shl", "row_shr", "row_ror", "row_mirror", "row_half_mirror", "row_newbcast", "row_bcast")
-    + ("wave_shl", "wave_shr", "wave_rol", "wave_ror", "row_mask", "bank_mask", "bound_ctrl")
+    (
+        "quad_perm",
+        "row_shl",
+        "row_shr",
+        "row_ror",
+        "row_mirror",
+        "row_half_mirror",
+        "row_newbcast",
+        "row_bcast",
+        "wave_shl",
+        "wave_shr",
+        "wave_rol",
+        "wave_ror",
+        "row_mask",
+        "bank_mask",
+        "bound_ctrl",
+    )
 )
 
 
@@ -680,7 +698,7 @@ def bind(lay: Layout, inst: Instruction) -> Step:
             gets.append(_retype(o, picked, kind))
         elif half and kind == "u":
             inner = vector_source(lay, inst, o, "u")
-            gets.append(lambda st, inner=inner: inner(st) >> u32(16))
+            gets.append(_high(inner))
         else:
             gets.append(vector_source(lay, inst, o, kind))
         reads += lay.ids(inst, o, 2 if kind in "UIFm" and o.kind in "vas" and o.count > 1 else 1)
@@ -725,6 +743,10 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     return Step(inst, "vector", tuple(reads), tuple(writes), run)
 
 
+def _high(get: Get) -> Get:
+    return lambda st: get(st) >> u32(16)
+
+
 def _retype(o: Operand, get: Get, kind: str) -> Get:
     t = {"u": u32, "i": np.int32, "f": np.float32}[kind]
 
@@ -760,7 +782,8 @@ def _fast(
 def _dpp(
     lay: Layout, inst: Instruction, d: Operand, dst: str, gets: list[Get], fn: Fn, reads: list[int], writes: list[int]
 ) -> Step:
-    """Source 0 comes from another lane. A missing or inactive source reads 0 with bound_ctrl, else the lane is not written."""
+    """Source 0 comes from another lane. A missing or inactive source reads 0 with bound_ctrl, else the lane is not
+    written."""
     if len(dst) != 1 or dst not in "uif":
         raise inst.error("DPP is not understood on this instruction")
     source, valid, writable = dpp_lanes(inst)
@@ -922,8 +945,11 @@ def _packed32(lay: Layout, inst: Instruction) -> Step:
             else:
                 np.copyto(st.f[plane], x, where=st.mask)
 
-    reads = tuple(r for o in src for r in lay.ids(inst, o))
-    return Step(inst, "vector", reads, lay.ids(inst, d, 2), run)
+    reads = []  # only the words that are selected: the other half of a scalar pair may hold nothing
+    for k, o in enumerate(src):
+        words = {(low[0], low[1])[k]} if move else {low[k], high[k]}
+        reads += [r for w, r in enumerate(lay.ids(inst, o)) if w in words or o.count == 1]
+    return Step(inst, "vector", tuple(reads), lay.ids(inst, d, 2), run)
 
 
 def _f16(fn: Fn) -> Fn:
@@ -1046,7 +1072,8 @@ def _pair(kind: str) -> Callable[[list[Array]], tuple[Array, Array]]:
 
 
 def _cvt_scaled(lay: Layout, inst: Instruction) -> Step:
-    """Two values divided by the scale's power of two, narrowed with saturation, into the part op_sel names; the rest is kept."""
+    """Two values divided by the scale's power of two, narrowed with saturation, into the part op_sel names; the rest
+    is kept."""
     allowed(inst, ("op_sel",))
     m = _SCALED.match(inst.base)
     assert m is not None

@@ -22,6 +22,9 @@ from typing import Any, NoReturn
 
 from mxgate.kernels.build import OPS, Build, BuildError, outside, registry
 
+# The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 STATE = Path(".mxgate")
 _EXIT = "exit codes: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive"
 
@@ -74,6 +77,11 @@ def _builds_named(name: str, op: str | None, known: Mapping[str, Build]) -> list
     found = [b for b in known.values() if op in (None, b.op) and name in (b.id, b.name)]
     if found:
         return found
+    if "fault_" in name:
+        from mxgate.kernels.faults import FAULTS
+
+        found = [f.build for f in FAULTS if op in (None, f.build.op) and name in (f.build.id, f.build.name)]
+        return found or _no_fault(name, [f.build.id for f in FAULTS])
     if ":" in name or name.endswith(".py"):
         return [_outside(name, op)]
     elsewhere = sorted(b.op for b in known.values() if name in (b.id, b.name))
@@ -81,6 +89,10 @@ def _builds_named(name: str, op: str | None, known: Mapping[str, Build]) -> list
         raise UsageError(f"build {name!r} computes {', '.join(elsewhere)}, not {op}")
     names = list(dict.fromkeys(n for b in known.values() if op in (None, b.op) for n in (b.name, b.id)))
     raise UsageError(unknown("build", name, names, ", or path/to/file.py:callable"))
+
+
+def _no_fault(name: str, known: Sequence[str]) -> NoReturn:
+    raise UsageError(unknown("fault", name, known, " (see `mxgate list faults`)"))
 
 
 def _outside(target: str, op: str | None) -> Build:
@@ -208,7 +220,7 @@ def cmd_run(args: argparse.Namespace) -> int:
             raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
     for build in builds:
-        if build.id not in registry():
+        if build.id not in registry() and not build.name.startswith("fault_"):
             _try_loading(build, settings.limits)
     out = _folder(args.out)
     with text.Watch("cases") as step:
@@ -401,6 +413,184 @@ def cmd_list(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# faults
+
+
+def cmd_faults(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.conformance.matrix import kill_matrix
+    from mxgate.conformance.run import Settings
+    from mxgate.conformance.worker import Limits
+    from mxgate.kernels.faults import FAULTS
+    from mxgate.kernels.variants import CORRECT
+
+    settings = Settings(jobs=args.jobs or _cores(), limits=Limits(args.time_limit, args.memory_limit))
+    chosen = [f for f in FAULTS if _fault_matches(f.build, args.fault)]
+    if not chosen:
+        raise UsageError(unknown("fault", args.fault[0], [f.build.id for f in FAULTS], " (see `mxgate list faults`)"))
+    correct = [] if args.fault else [*registry().values(), *CORRECT]
+    with text.Watch("faults") as step:
+        matrix = kill_matrix(chosen, correct, args.seeds, settings, step)
+    if args.json:
+        _print_json(text.matrix_document(matrix))
+    else:
+        text.print_matrix(matrix, text.console())
+    return 1 if matrix.survivors or matrix.alarms else 0
+
+
+def _fault_matches(build: Build, patterns: Sequence[str]) -> bool:
+    names = (build.id, build.name, build.name.removeprefix("fault_"), build.id.replace("/fault_", "/"))
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# time
+
+
+def cmd_time(args: argparse.Namespace) -> int:
+    from mxgate.conformance import certificate, data, timing
+    from mxgate.conformance import report as text
+    from mxgate.conformance.worker import Limits
+
+    try:
+        held = [(path, certificate.read(path)) for path in args.certificate]
+        for path, one in held:
+            certificate.check(path, one)
+        if len(ops := {one.build.op for _, one in held}) > 1:
+            raise UsageError(f"these builds compute different ops ({', '.join(sorted(ops))}); time one op at a time")
+        certified = {path: [data.case_by_id(name) for name in one.cases] for path, one in held}
+        if args.case is not None:
+            case = data.case_by_id(args.case)
+        else:
+            shared = set.intersection(*({c.id for c in cases} for cases in certified.values()))
+            common = [c for c in certified[held[0][0]] if c.id in shared]
+            if not common:
+                raise UsageError("these certificates have no case in common; choose one with --case")
+            case = max(common, key=lambda c: (c.n * c.k * max(c.tokens, 1), c.family == "normal", c.id))
+        for path, one in held:
+            certificate.covers(path, one, case, certified[path])
+    except certificate.CertificateError as error:
+        raise UsageError(str(error)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    builds = list({one.build.id: one.build for _, one in held}.values())
+    with text.Watch("timing") as step:
+        timings = timing.time_builds(
+            builds,
+            case,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            limits=Limits(args.time_limit, args.memory_limit),
+            watch=step,
+        )
+    refused = [t for t in timings if t.refused is not None]
+    if args.json:
+        numbers = [
+            {k: v for k, v in asdict(t).items() if t.refused is None or k in ("build", "refused")} for t in timings
+        ]
+        _print_json({"command": "time", "case": case.id, "device": certificate.device(), "timings": numbers})
+    else:
+        text.print_timings(timings, case, certificate.device(), text.console())
+    return 1 if refused else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# explain
+
+
+def cmd_explain(args: argparse.Namespace) -> int:
+    build, case, tier, others = _failure(args)
+    from mxgate.conformance import report as text
+    from mxgate.conformance.explain import explain
+    from mxgate.conformance.run import Runner
+    from mxgate.conformance.verdict import Outcome
+
+    to = text.console()
+    with Runner(_plain_settings(tier, args)) as runner:
+        result, evidence = runner.examine(build, case)
+        if evidence is None:
+            raise UsageError(f"{build.id} does not run on {case.id}: {result.skipped or result.findings[0].what}")
+        findings = [f for f in result.findings if not f.inconclusive]
+        if not findings:
+            unsure = ", ".join(g for g, o in result.gates.items() if o is Outcome.INCONCLUSIVE)
+            text.say(
+                to, f"{build.id} on {case.id}: " + (f"{unsure} could not conclude" if unsure else "passes every gate")
+            )
+            if not args.given:
+                text.say(to, "it failed before, so the failure comes and goes, or the source has changed since")
+            return 3 if unsure else 0
+        text.say(to, f"{build.id} on {case.id}")
+        for finding in findings:
+            text.say(to, f"{finding.gate}: {finding.what}", 2)
+        text.say(to)
+        for line in explain(evidence, findings[0]):
+            text.say(to, line)
+    if others:
+        text.say(to)
+        text.say(to, f"{others} more rejected results in this run; choose with --build and --case")
+    return 1
+
+
+def _plain_settings(tier: str, args: argparse.Namespace) -> Any:
+    from mxgate.conformance.run import Settings
+    from mxgate.conformance.worker import Limits
+
+    return Settings(tier=tier, jobs=1, limits=Limits(args.time_limit, args.memory_limit))
+
+
+def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
+    """(build, case, tier, further failures): what to explain. Sets args.given when it comes from --build and --case."""
+    from mxgate.conformance import data
+    from mxgate.conformance.run import read_results
+    from mxgate.conformance.verdict import Outcome
+    from mxgate.conformance.worker import build_from
+
+    args.given = args.build is not None and args.case is not None
+    folder = args.folder or _last_run()
+    if args.given and (folder is None or not (folder / "run.json").exists()):
+        return _named(args)
+    if folder is None:
+        raise UsageError("there is no earlier run here; give --build and --case, or the --out of a run")
+    plan = _plan(folder)
+    builds = {b.id: b for b in map(build_from, plan["builds"])}
+    results, _ = read_results(folder / "results.jsonl")
+    failed = [
+        result
+        for (build, _, case, stamp), result in results.items()
+        if stamp == plan["stamp"] and result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
+        if args.build is None or args.build in (build, builds[build].name, builds[build].target)
+        if args.case is None or fnmatch.fnmatchcase(case, args.case)
+    ]
+    if not failed and args.given:
+        return _named(args)
+    if not failed:
+        chosen = " that --build and --case choose" if args.build or args.case else ""
+        raise UsageError(f"nothing{chosen} was rejected in {folder}; give both --build and --case to look anyway")
+    # Signature cases tell most about what went wrong.
+    failed.sort(key=lambda r: ("/signature" not in r.case, r.case))
+    args.given = False
+    return builds[failed[0].build], data.case_by_id(failed[0].case), plan["tier"], len(failed) - 1
+
+
+def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
+    from mxgate.conformance import data
+
+    try:
+        case = data.case_by_id(args.case)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    builds = choose_builds([args.build], case.op)
+    return builds[0], case, "smoke", 0
+
+
+def _last_run() -> Path | None:
+    try:
+        return Path((STATE / "last-run").read_text())
+    except OSError:
+        return STATE if (STATE / "run.json").exists() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command line itself
 
 
@@ -417,8 +607,10 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
-    def shared(sub: argparse.ArgumentParser, *, seconds: float = 60.0) -> None:
+    def jobs(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--jobs", type=_COUNT, metavar="N", help="children at work at a time (default: one a core)")
+
+    def limits(sub: argparse.ArgumentParser, seconds: float = 60.0) -> None:
         sub.add_argument(
             "--time-limit",
             type=_NUMBER,
@@ -468,7 +660,8 @@ def _parser() -> argparse.ArgumentParser:
         help="where results go, and where a stopped run resumes (default .mxgate)",
     )
     sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
-    shared(sub)
+    jobs(sub)
+    limits(sub)
     as_json(sub)
 
     sub = command("report", cmd_report, "put the results of several runs (shards) together")
@@ -480,6 +673,41 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where junit.xml and certificates go (default .mxgate/report)",
     )
+    as_json(sub)
+
+    sub = command("faults", cmd_faults, "hold every wrong build against the gate that must reject it")
+    sub.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this fault, or a pattern; may be repeated (then no correct build is run)",
+    )
+    sub.add_argument(
+        "--seeds",
+        type=_COUNT,
+        default=3,
+        metavar="N",
+        help="different seeds for the correct builds, none of which may be rejected (default 3)",
+    )
+    jobs(sub)
+    limits(sub)
+    as_json(sub)
+
+    sub = command("explain", cmd_explain, "run a rejected build on its case again and say what probably went wrong")
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
+    sub.add_argument("--build", metavar="NAME", help="this build")
+    sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
+    limits(sub)
+
+    sub = command("time", cmd_time, "time builds that hold a certificate, interleaved, on one thread")
+    sub.add_argument("certificate", nargs="+", type=Path, metavar="CERTIFICATE", help="a file of .mxgate/certificates")
+    sub.add_argument("--case", metavar="ID", help="the case to time (default: the largest that all certificates cover)")
+    sub.add_argument("--rounds", type=_COUNT, default=8, metavar="N", help="rounds that count (default 8)")
+    sub.add_argument(
+        "--seconds", type=_NUMBER, default=0.3, metavar="S", help="how long a build runs in a round (default 0.3)"
+    )
+    limits(sub)
     as_json(sub)
 
     sub = command("list", cmd_list, "list builds, cases, gates, faults, formats, profiles or accumulators")

@@ -20,7 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from mxgate.conformance.case import Case
+from mxgate.conformance.matrix import Matrix, Row
 from mxgate.conformance.run import RunReport
+from mxgate.conformance.timing import Timing
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict
 
 WIDTH = 100
@@ -156,6 +159,120 @@ def _advice(verdict: Verdict, report: RunReport) -> str:
 
 def _cases(results: Sequence[CaseResult]) -> str:
     return results[0].case if len(results) == 1 else f"{len(results)} cases, {results[0].case} first"
+
+
+_SHORT = {gate: gate[:3] for gate in GATES}
+_RULES = {
+    "SQNR >= 27 dB": "SQNR",
+    "calc_diff < 1e-3": "diff",
+    "allclose 1e-2, 5 %": "allclose",
+    "cosine > 0.99": "cosine",
+}
+_CAUGHT = {True: "caught", False: "missed", None: "-"}
+
+
+def print_matrix(matrix: Matrix, to: Console) -> None:
+    """Faults x gates and rules, then what survived, what was wrongly rejected, and the counts."""
+    rows = []
+    for row in matrix.rows:
+        marks: list[str | Text] = [
+            "-" if not row.gates[gate] else "#" if gate == row.fault.gate else "x" for gate in GATES
+        ]
+        if not row.killed and row.skipped is None:
+            marks[GATES.index(row.fault.gate)] = Text("!", style="bold red")
+        caught = [Text(_CAUGHT[row.caught[rule]], style="red" if row.caught[rule] is False else "") for rule in _RULES]
+        rows.append([_fault_name(row), *marks, *caught])
+    table(to, ["fault", *_SHORT.values(), *_RULES.values()], rows)
+    say(to, "# the gate it names rejects it, x another gate does as well, ! the named gate does not")
+    say(to)
+    for row in matrix.survivors:
+        others = ", ".join(gate for gate in GATES if row.gates[gate]) or "no gate at all"
+        say(
+            to,
+            Text(f"SURVIVED {row.fault.gate}: {row.fault.build.id} ({row.fault.what}) is rejected by {others}", "red"),
+        )
+    for build, case, gate, what in matrix.alarms[:20]:
+        say(to, Text(f"FALSE ALARM {build} on {case}: {gate}: {what}", style=_STYLES["reject"]))
+    skipped = [row for row in matrix.rows if row.skipped is not None]
+    ran = len(matrix.rows) - len(skipped)
+    say(to, f"{sum(row.killed for row in matrix.rows)} of {ran} faults rejected by the gate they name")
+    for row in skipped:
+        say(to, f"skip {row.fault.build.id}: {row.skipped}")
+    for title, random in (("on the same cases", False), ("on random data alone", True)):
+        missed = ", ".join(
+            f"{rule} {matrix.missed(rule, random=random)} of {matrix.seen(rule, random=random)}" for rule in _RULES
+        )
+        say(to, f"let through {title}: {missed}")
+    if matrix.correct:
+        wrong = len({(build, case) for build, case, _, _ in matrix.alarms})
+        say(
+            to,
+            f"{len(matrix.correct)} correct builds over {matrix.seeds} seeds: "
+            f"{wrong or 'none'} of {matrix.checked} results rejected or inconclusive",
+        )
+
+
+def matrix_document(matrix: Matrix) -> dict[str, Any]:
+    """The kill matrix as one JSON document."""
+    return {
+        "command": "faults",
+        "faults": [
+            {
+                "fault": row.fault.build.id,
+                "kind": row.fault.kind,
+                "what": row.fault.what,
+                "gate": row.fault.gate,
+                "killed": row.killed,
+                "skipped": row.skipped,
+                "cases": row.cases,
+                "first": row.first,
+                "gates": dict(row.gates),
+                "rules": {"all cases": dict(row.caught), "random data": dict(row.random)},
+            }
+            for row in matrix.rows
+        ],
+        "let_through": {
+            rule: {
+                "all cases": [matrix.missed(rule), matrix.seen(rule)],
+                "random data": [matrix.missed(rule, random=True), matrix.seen(rule, random=True)],
+            }
+            for rule in _RULES
+        },
+        "survivors": [row.fault.build.id for row in matrix.survivors],
+        "correct_builds": [build.id for build in matrix.correct],
+        "seeds": matrix.seeds,
+        "checked": matrix.checked,
+        "false_alarms": [dict(zip(("build", "case", "gate", "what"), alarm, strict=True)) for alarm in matrix.alarms],
+        "exit": 1 if matrix.survivors or matrix.alarms else 0,
+    }
+
+
+def _fault_name(row: Row) -> str:
+    return row.fault.build.id.replace("/fault_", "/")
+
+
+def print_timings(timings: Sequence[Timing], case: Case, device: str, to: Console) -> None:
+    """Median and spread of each build, beside the first one; a line for each that has no time."""
+    timed = [t for t in timings if t.refused is None]
+    rows = [
+        [
+            t.build,
+            f"{t.median * 1e3:.3f}",
+            f"{t.low * 1e3:.3f} .. {t.high * 1e3:.3f}",
+            f"{t.best * 1e3:.3f}",
+            str(t.calls),
+            f"{2e-9 * case.n * case.k * case.tokens / t.median:.2f}" if case.tokens else "-",
+            f"{timed[0].median / t.median:.2f}x",
+        ]
+        for t in timed
+    ]
+    if rows:
+        say(to, f"{case.id} on {device}, one thread")
+        columns = ["build", "median ms", "10 % .. 90 %", "best ms", "calls", "GFLOP/s", "speed"]
+        table(to, columns, rows, columns[1:])
+    for t in timings:
+        if t.refused is not None:
+            say(to, Text(f"no time for {t.build}: {t.refused}", style=_STYLES["reject"]))
 
 
 def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:

@@ -170,6 +170,7 @@ def outside(out: NDArray[Any], lo: F64, hi: F64) -> NDArray[np.bool_]:
     """
     if not out.shape == lo.shape == hi.shape:
         raise ValueError(f"output has shape {out.shape}; expected {lo.shape}, as its interval")
-    x = out.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is one of the things to find
+        x = out.astype(np.float64)
     inside = ((x >= lo) & (x <= hi)) | (np.isnan(x) & np.isnan(lo) & np.isnan(hi))
     return np.asarray(~inside)

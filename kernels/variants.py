@@ -80,18 +80,25 @@ def truncating(step: int, fraction_bits: int) -> Callable[[F64, F64], Array]:
     """A tensor core that aligns `step` products and the accumulator to the largest of them, keeps `fraction_bits` below
     its leading bit, cuts off the rest, and cuts the sum to float32."""
 
-    def dot(a: F64, b: F64) -> Array:
+    def rows_dot(a: F64, b: F64) -> Array:
         acc = np.zeros((a.shape[0], b.shape[0]))
-        with np.errstate(all="ignore"):
-            for start in range(0, a.shape[1], step):
-                t = slice(start, start + step)
-                products = a[:, None, t] * b[None, :, t]
-                largest = np.maximum(np.abs(products).max(axis=2), np.abs(acc))  # NaN and infinity come through
-                plain = products.sum(axis=2) + acc
-                units = np.ldexp(1.0, fraction_bits + 1 - np.frexp(largest)[1])
-                kept = np.trunc(products * units[..., None]).sum(axis=2) + np.trunc(acc * units)
-                acc = np.where(np.isfinite(largest), to_24_bits(kept / units), plain)
+        for start in range(0, a.shape[1], step):
+            t = slice(start, start + step)
+            products = a[:, None, t] * b[None, :, t]
+            largest = np.maximum(np.abs(products).max(axis=2), np.abs(acc))  # NaN and infinity come through
+            units = np.ldexp(1.0, fraction_bits + 1 - np.frexp(largest)[1])
+            finite = np.isfinite(largest)
+            plain = acc if finite.all() else products.sum(axis=2) + acc
+            products *= units[..., None]
+            kept = np.trunc(products, out=products).sum(axis=2) + np.trunc(acc * units)
+            acc = np.where(finite, to_24_bits(kept / units), plain)
         return acc
+
+    def dot(a: F64, b: F64) -> Array:
+        rows = max(1, (1 << 16) // max(1, b.shape[0] * step))  # as many as the cache holds products of
+        with np.errstate(all="ignore"):
+            pieces = [rows_dot(a[i : i + rows], b) for i in range(0, a.shape[0], rows)]
+        return np.concatenate([np.zeros((0, b.shape[0])), *pieces])
 
     return dot
 

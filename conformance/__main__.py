@@ -495,6 +495,48 @@ def cmd_time(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# fixtures
+
+
+def cmd_fixtures(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.fixtures import CAPTURED, generate
+    from mxgate.fixtures.store import StoreError
+
+    to = text.console()
+    try:
+        if args.action == "list":
+            held = [(c, True) for c in generate.stored()] + [(c, False) for c in generate.hashed()]
+            size = {c.id: generate.golden_path(c).stat().st_size for c, whole in held if whole}
+            text.table(
+                to,
+                ["case", "bytes", "kept as"],
+                [[c.id, str(size.get(c.id, "-")), "file" if whole else "hashes in the manifest"] for c, whole in held],
+                ["bytes"],
+            )
+            return 0
+        if args.action == "verify":
+            with text.Watch("fixtures") as step:
+                total = len(generate.stored()) + len(generate.hashed())
+                done = iter(range(total + 1))
+                wrong = generate.verify(lambda name: step(next(done), total, name))
+            for line in wrong:
+                text.say(to, line)
+            text.say(to, f"{len(wrong)} differences" if wrong else f"{total} cases are made again bit for bit")
+            return 1 if wrong else 0
+        if args.action == "capture":
+            from mxgate.fixtures.capture_moe import capture
+
+            capture(CAPTURED, lambda line: text.say(to, line))
+        generate.generate(lambda line: text.say(to, line))
+        return 0
+    except (StoreError, OSError) as error:
+        raise UsageError(str(error)) from None
+    except ImportError as error:
+        raise UsageError(f"`mxgate fixtures {args.action}` needs {error.name}, which is not installed") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # explain
 
 
@@ -709,6 +751,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     limits(sub)
     as_json(sub)
+
+    sub = command("fixtures", cmd_fixtures, "verify, generate, list or capture the tensors in fixtures/")
+    actions = ("verify", "generate", "list", "capture")
+    sub.add_argument(
+        "action",
+        choices=actions,
+        metavar="ACTION",
+        help="verify: make every tensor again and compare; generate: write them; list: what there is; "
+        "capture: train the small model again (needs torch), then generate",
+    )
 
     sub = command("list", cmd_list, "list builds, cases, gates, faults, formats, profiles or accumulators")
     sub.add_argument("listing", nargs="?", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))

@@ -37,6 +37,7 @@ from mxgate.kernels import build as build_module
 from mxgate.kernels.build import Build, registry
 
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
+IDLE = 24  # children kept waiting: more than an op has builds, or every pair would start one
 LARGE = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
 
 
@@ -414,7 +415,7 @@ class Runner:
             if keep and child.alive:
                 self._idle.append(child)
             spare = [] if keep and child.alive else [child]
-            while len(self._idle) > max(8, 2 * self.settings.jobs):
+            while len(self._idle) > IDLE:
                 spare.append(self._idle.pop(0))
             self._all.difference_update(spare)
         for one in spare:

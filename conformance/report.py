@@ -114,16 +114,15 @@ def summary(report: RunReport) -> str:
 
 
 def first_finding(verdict: Verdict, results: Iterable[CaseResult]) -> tuple[CaseResult, Finding] | None:
-    """The finding to show first: what decided the verdict, in the order of the gates and then of the cases."""
+    """The finding to show first: what decided the verdict, by gate, signature cases (they tell most) before others."""
     found = [
-        (f.inconclusive, GATES.index(f.gate), i, result, f)
+        (f.inconclusive, GATES.index(f.gate), "/signature" not in result.case, i, result, f)
         for i, result in enumerate(r for r in results if r.build == verdict.build)
         for f in result.findings
     ]
     if not found:
         return None
-    best = min(found, key=lambda item: item[:3])
-    return best[3], best[4]
+    return min(found, key=lambda item: item[:4])[4:]
 
 
 def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:

@@ -34,7 +34,7 @@ from .quantize import MXArray
 
 COLUMNS = 8  # in a sum of a rounded output
 SAMPLED = 8  # rows of a group that are always computed exactly
-VECTORS = {False: 2, True: 32}
+VECTORS = {False: 4, True: 32}
 SHOWN = 20
 CHUNK = 1 << 28  # bytes of decoded operands at a time
 UNDERFLOW = 2.0**-149
@@ -88,7 +88,7 @@ def freivalds(
     out: bfloat16, float16 or float32, of the op's output shape; rows past the last offset are not looked at, an empty
     group's wgrad must be +0. accumulator: its row. exact: every exact result is representable in out's type (then
     the accumulator's row must not matter; ValueError if 53 bits do not hold the sums). seed: of the signs; use another
-    one than the data's. vectors: sign vectors for each sum, 2, or 32 for exact data, unless given.
+    one than the data's. vectors: sign vectors for each sum, 4, or 32 for exact data, unless given.
     """
     checked = problem(op, a, b, offsets)
     output_dtype(out.dtype)

@@ -11,7 +11,6 @@ import itertools
 import os
 import subprocess
 import sys
-import tracemalloc
 from fractions import Fraction
 from typing import Any
 
@@ -275,21 +274,6 @@ def test_a_zero_is_plus_zero() -> None:
     half = mx(np.r_[np.full(16, 0x38), np.full(16, 0xB8)][None], [[127]])
     for a, b in itertools.product((minus, half), (plus, minus)):
         assert wgrad(a, b, ends(32)).value.tobytes() == bytes(8)
-
-
-@pytest.mark.parametrize("spread", [0, 12])
-def test_memory_stays_below_three_times_the_operands_and_the_output(spread: int) -> None:
-    """Peak of NumPy's allocations, the operands' own included. BLAS's own buffers are not seen."""
-    rng = np.random.default_rng(0)
-    a, b = normal(rng, 256, 1 << 16, spread), normal(rng, 256, 1 << 16, spread)
-    operands = sum(x.elements.nbytes + x.scales.nbytes for x in (a, b))
-    tracemalloc.start()
-    try:
-        answer = wgrad(a, b, ends(1 << 15, 1 << 16))
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert operands + peak <= 3 * operands + answer.value.nbytes + answer.magnitude.nbytes
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -495,6 +495,46 @@ def cmd_time(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# bench-oracle
+
+# Quantizing must be at least this many times as fast as the peer with the same rule, on as many threads.
+QUANTIZE_TARGET = 2.0
+
+
+def cmd_bench_oracle(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.oracle.bench import bench_quantize
+    from mxgate.oracle.bench_gemm import bench_wgrad
+
+    rows: list[dict[str, Any]] = []
+    for row in bench_quantize((1024, 1792), repeats=3) if args.quick else bench_quantize():
+        what = f"quantize {'x'.join(map(str, row['shape']))} {row['dtype']}, axis {row['axis']}, {row['rule']}"
+        beside = row["peer"] if row["same_bytes"] is not False else f"other bytes than {row['peer']}"
+        rows.append({"what": what, "seconds": row["ours_s"], "beside": beside, "least": QUANTIZE_TARGET, "detail": row})
+    for row in bench_wgrad(n=352, k=512, tokens=2048, repeats=2) if args.quick else bench_wgrad():
+        beside = "" if row["limit"] is None else "the operands" if row["seconds"] is None else "one float32 matmul"
+        rows.append({**row, "beside": beside, "most": row["limit"], "detail": row})
+    judged = [row for row in rows if row.get("least") or row.get("most")]
+    for row in rows:
+        row["ratio"] = row["detail"]["ratio"]
+        row["met"] = None if args.quick or row not in judged else _met(row)
+    if args.json:
+        _print_json({"command": "bench-oracle", "quick": args.quick, "rows": rows})
+    else:
+        text.print_bench(rows, args.quick, text.console())
+    if any(row["met"] is False for row in rows):
+        return 1
+    return 0 if args.quick or all(row["met"] for row in judged) else 3
+
+
+def _met(row: Mapping[str, Any]) -> bool | None:
+    """Whether the row's ratio is what it should be; None where there is none, False where the bytes differ."""
+    if row["ratio"] is None:
+        return False if row["detail"].get("same_bytes") is False else None
+    return bool(row["ratio"] >= row.get("least", 0.0) and row["ratio"] <= (row.get("most") or float("inf")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # fixtures
 
 
@@ -750,6 +790,10 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds", type=_NUMBER, default=0.3, metavar="S", help="how long a build runs in a round (default 0.3)"
     )
     limits(sub)
+    as_json(sub)
+
+    sub = command("bench-oracle", cmd_bench_oracle, "time the oracle beside torchao and beside float32 products")
+    sub.add_argument("--quick", action="store_true", help="small sizes, on which no target is judged")
     as_json(sub)
 
     sub = command("fixtures", cmd_fixtures, "verify, generate, list or capture the tensors in fixtures/")

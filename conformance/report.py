@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 from xml.etree import ElementTree
@@ -197,11 +197,13 @@ def print_matrix(matrix: Matrix, to: Console) -> None:
     say(to, f"{sum(row.killed for row in matrix.rows)} of {ran} faults rejected by the gate they name")
     for row in skipped:
         say(to, f"skip {row.fault.build.id}: {row.skipped}")
-    for title, random in (("on the same cases", False), ("on random data alone", True)):
-        missed = ", ".join(
-            f"{rule} {matrix.missed(rule, random=random)} of {matrix.seen(rule, random=random)}" for rule in _RULES
-        )
-        say(to, f"let through {title}: {missed}")
+    say(to)
+    counts = [
+        [rule, *(f"{matrix.missed(rule, random=r)} of {matrix.seen(rule, random=r)}" for r in (False, True))]
+        for rule in _RULES
+    ]
+    table(to, ["rule in common use", "faults let through: same cases", "random data alone"], counts)
+    say(to)
     if matrix.correct:
         wrong = len({(build, case) for build, case, _, _ in matrix.alarms})
         say(
@@ -248,6 +250,21 @@ def matrix_document(matrix: Matrix) -> dict[str, Any]:
 
 def _fault_name(row: Row) -> str:
     return row.fault.build.id.replace("/fault_", "/")
+
+
+def print_bench(rows: Sequence[Mapping[str, Any]], quick: bool, to: Console) -> None:
+    """The ratio table of bench-oracle. A ratio says how many times as fast (quantize) or as costly (wgrad)."""
+    cells = []
+    for row in rows:
+        target = f">= {row['least']:g}" if row.get("least") else f"<= {row['most']:g}" if row.get("most") else ""
+        met = {True: Text("met", style="green"), False: Text("MISSED", style="bold red"), None: Text("-")}[row["met"]]
+        seconds = "-" if row["seconds"] is None else f"{row['seconds'] * 1e3:.1f}"
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        cells.append([row["what"], seconds, ratio, target, met, row["beside"]])
+    columns = ["what", "ms", "ratio", "target", "", "beside"]
+    table(to, columns, cells, columns[1:3])
+    if quick:
+        say(to, "small sizes: no target is judged")
 
 
 def print_timings(timings: Sequence[Timing], case: Case, device: str, to: Console) -> None:

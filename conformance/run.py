@@ -281,10 +281,11 @@ class Runner:
             self._all.clear()
             self._idle.clear()
 
-    def examine(self, build: Build, case: Case, *, once: bool = False) -> tuple[CaseResult, Evidence | None]:
+    def examine(self, build: Build, case: Case, labels: Sequence[str] = ()) -> tuple[CaseResult, Evidence | None]:
         """Run every launch that the gates need and judge them. The evidence is None where nothing was launched.
 
-        once: the base launch alone, on which no build can be accepted. Raises Stopped when the run is being stopped.
+        labels: of the plan's launches after the base launch only these, if any are given ("" for none at all). Raises
+        Stopped when the run is being stopped.
         """
         began = time.monotonic()
         fingerprint = self.fingerprint(build)
@@ -300,7 +301,9 @@ class Runner:
             what = f"not run: the build hung on {HANGS} cases before this one"
             return result({"contract": Outcome.INCONCLUSIVE}, (Finding("contract", what, inconclusive=True),)), None
         context = self._context(case)
-        plan = gates.plan(build, case, self.settings.tier)[: 1 if once else None]
+        plan = gates.plan(build, case, self.settings.tier)
+        if labels:
+            plan = plan[:1] + tuple(spec for spec in plan[1:] if spec.label in labels)
         base = context.operands(plan[0].variant)
         try:
             launches = self._launch(build, context, plan)

@@ -53,8 +53,8 @@ def test_a_rejected_correct_build_is_an_alarm_and_a_right_one_is_none() -> None:
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults", "--fault", "quantize/log2", "--fault", "dgrad/transposed_result"]) == 0
     out = capsys.readouterr().out
-    assert "2 of 2 faults rejected by the gate they name" in out and "let through on random data alone: SQNR" in out
-    assert all(len(line.rstrip()) <= 100 for line in out.splitlines() if not line.startswith("let through"))
+    assert "2 of 2 faults rejected by the gate they name" in out and "random data alone" in out
+    assert all(len(line.rstrip()) <= 100 for line in out.splitlines())
     misnamed = replace(BY_ID["quantize/fault_log2"], gate="special")
     monkeypatch.setattr(faults, "FAULTS", (misnamed,))
     assert main(["faults", "--fault", "log2", "--json"]) == 1

@@ -217,7 +217,7 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path, source
         "1",
         "--json",
         "--case",
-        "wgrad/64x96/[rs]*",
+        "wgrad/64x96/[es]*",
     ]
     command = [sys.executable, "-m", "mxgate.conformance", *words]
     results = tmp_path / ".mxgate/results.jsonl"
@@ -232,7 +232,8 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path, source
         file.write(b'{"build": "wgrad/mine.slow", "case": "wgr')  # what a kill in the middle of a write leaves
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     document = json.loads(done.stdout)
-    assert done.returncode == 0 and document["resumed"] == before.count(b"\n") >= 3
+    assert done.returncode == 0, done.stdout
+    assert document["resumed"] == before.count(b"\n") >= 3
     total = sum(case.id.startswith(("wgrad/64x96/e", "wgrad/64x96/s")) for case in data.cases("wgrad", "smoke"))
     assert document["ran"] == total - document["resumed"]
     after = _lines(results)
@@ -492,3 +493,73 @@ def test_no_number_for_an_output_that_changes(say: Say, tmp_path: Path, source: 
     code, out, _ = say("time", ".mxgate/certificates/wgrad-turncoat.wgrad.json", "--rounds", "1", "--seconds", "0.05")
     assert code == 1 and "no time for wgrad/turncoat.wgrad: its output changed while it was being timed" in out
     assert "median" not in out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# explain, fixtures, bench-oracle
+
+
+def test_explain_takes_the_last_runs_failure(say: Say, source: Path) -> None:
+    build = f"{source}:neighbour"
+    say("run", "--op", "wgrad", "--build", build, *FEW)
+    code, out, err = say("explain")
+    assert code == 1 and err == ""
+    assert out.startswith("wgrad/mine.neighbour on wgrad/64x96/empties/signature\n")
+    assert "exact: " in out and "cause (" in out and "1 more rejected results in this run" in out
+    code, out, _ = say("explain", "--build", f"{source}:wgrad", "--case", FEW[1])
+    assert code == 0 and out == f"wgrad/mine.wgrad on {FEW[1]}: passes every gate\n"
+    assert "nothing that --build and --case choose was rejected" in say("explain", "--build", "numpy_reference")[2]
+
+
+def test_explain_when_the_failure_does_not_come_back(say: Say, tmp_path: Path, source: Path) -> None:
+    (tmp_path / "once.py").write_text(source.read_text())
+    say("run", "--op", "wgrad", "--build", "once.py:neighbour", *FEW[:2])
+    text = source.read_text().replace("np.roll(dy_scales, 1, axis=1)", "dy_scales")
+    (tmp_path / "once.py").write_text(text)
+    code, out, _ = say("explain")
+    assert code == 0 and "passes every gate" in out and "it failed before" in out
+
+
+def test_fixtures(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxgate.fixtures import generate
+    from mxgate.fixtures.store import StoreError
+
+    code, out, _ = say("fixtures", "list")
+    assert code == 0 and "wgrad/" in out and "hashes in the manifest" in out
+    monkeypatch.setattr(generate, "verify", lambda say: [say("a"), "golden/a: value[3] differs"][1:])
+    assert say("fixtures", "verify")[:2] == (1, "golden/a: value[3] differs\n1 differences\n")
+    monkeypatch.setattr(generate, "verify", lambda say: [])
+    assert say("fixtures", "verify")[0] == 0
+
+    def broken(say: object) -> list[str]:
+        raise StoreError("MANIFEST.json: no such file")
+
+    monkeypatch.setattr(generate, "verify", broken)
+    assert say("fixtures", "verify") == (2, "", "mxgate: MANIFEST.json: no such file\n")
+    assert "did you mean verify?" in say("fixtures", "verfy")[2]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "same", "cost", "code", "word"),
+    [
+        (2.5, True, 3.9, 0, "met"),
+        (1.9, True, 3.9, 1, "MISSED"),
+        (2.5, True, 4.1, 1, "MISSED"),
+        (float("nan"), True, 3.0, 1, "MISSED"),
+        (None, False, 3.0, 1, "other bytes than peer"),
+        (None, None, 3.0, 3, "-"),
+    ],
+)
+def test_bench_oracle_holds_ratios_to_targets(
+    say: Say, monkeypatch: pytest.MonkeyPatch, ratio: float | None, same: bool | None, cost: float, code: int, word: str
+) -> None:
+    from mxgate.oracle import bench, bench_gemm
+
+    quantize = {"shape": [4, 8], "dtype": "float32", "axis": 1, "rule": "floor", "peer": "peer", "ours_s": 0.001}
+    monkeypatch.setattr(bench, "bench_quantize", lambda: [{**quantize, "ratio": ratio, "same_bytes": same}])
+    rows = [{"what": "exact", "seconds": 0.1, "ratio": cost, "limit": 4.0}]
+    monkeypatch.setattr(bench_gemm, "bench_wgrad", lambda: rows)
+    got, out, _ = say("bench-oracle")
+    assert got == code and word in out
+    if ratio == ratio:
+        assert len(json.loads(say("bench-oracle", "--json")[1])["rows"]) == 2

@@ -142,6 +142,15 @@ def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
     raise UsageError(unknown("case", pattern, [c.id for c in listed], " (see `mxgate list cases`)"))
 
 
+def _case(name: str) -> Any:
+    from mxgate.conformance import data
+
+    try:
+        return data.case_by_id(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
 def _shard(text: str) -> tuple[int, int]:
     i, slash, n = text.partition("/")
     if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
@@ -202,7 +211,7 @@ def _settings(args: argparse.Namespace) -> Any:
         jobs=args.jobs
         or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
         shard=args.shard,
-        limits=Limits(args.time_limit, args.memory_limit),
+        limits=Limits(args.time_limit or (600.0 if args.tier == "production" else 60.0), args.memory_limit),
         gates=_gates(args.gate),
         fresh=args.fresh,
     )
@@ -274,9 +283,7 @@ def _try_loading(build: Build, limits: Any) -> None:
 
 
 def cmd_report(args: argparse.Namespace) -> int:
-    from mxgate.conformance import data
     from mxgate.conformance.run import Settings, read_results, summarise
-    from mxgate.conformance.worker import Limits, build_from
 
     plans, known, warnings = [], {}, []
     for folder in args.folder:
@@ -286,10 +293,10 @@ def cmd_report(args: argparse.Namespace) -> int:
         warnings.extend(strange)
     if any(plan["stamp"] != plans[0]["stamp"] for plan in plans):
         raise UsageError("these runs are not parts of one: their tiers, limits, gates or mxgate versions differ")
-    builds = {b.id: b for plan in plans for b in map(build_from, plan["builds"])}
-    cases = {name: data.case_by_id(name) for plan in plans for name in plan["cases"]}
+    builds = {b.id: b for plan in plans for b in plan["builds"]}
+    cases = {name: _case(name) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
-    settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=Limits(**plans[0]["limits"]))
+    settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
     wanted = {}
     for (build, fingerprint, case, under), result in known.items():
         if under == stamp and build in builds and builds[build].fingerprint() == fingerprint:
@@ -307,16 +314,22 @@ def cmd_report(args: argparse.Namespace) -> int:
     return _finish(report, args.folder[0] if len(args.folder) == 1 else _folder(args.out), args.json)
 
 
-def _plan(folder: Path) -> Any:
+def _plan(folder: Path) -> dict[str, Any]:
+    """What run.json says, its builds as records. Raises UsageError."""
+    from mxgate.conformance.worker import Limits, build_from
+
     try:
         plan = json.loads((folder / "run.json").read_bytes())
-        if set(plan) >= {"stamp", "tier", "gates", "limits", "builds", "cases"}:
-            return plan
+        plan["builds"] = [build_from(record) for record in plan["builds"]]
+        plan["limits"] = Limits(**plan["limits"])
+        texts = [plan["stamp"], plan["tier"], *plan["cases"], *plan["gates"]]
+        if all(isinstance(text, str) for text in texts):
+            return dict(plan)
     except OSError:
         raise UsageError(
-            f"{folder} holds no run: expected run.json and results.jsonl, as `mxgate run --out` writes"
+            f"{folder} holds no run: expected run.json and results.jsonl, as `mxgate run` writes"
         ) from None
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise UsageError(f"{folder / 'run.json'} is not what `mxgate run` writes; run it again")
 
@@ -622,10 +635,8 @@ def _plain_settings(tier: str, args: argparse.Namespace) -> Any:
 
 def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     """(build, case, tier, further failures): what to explain. Sets args.given when it comes from --build and --case."""
-    from mxgate.conformance import data
     from mxgate.conformance.run import read_results
     from mxgate.conformance.verdict import Outcome
-    from mxgate.conformance.worker import build_from
 
     args.given = args.build is not None and args.case is not None
     folder = args.folder or _last_run()
@@ -634,7 +645,7 @@ def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     if folder is None:
         raise UsageError("there is no earlier run here; give --build and --case, or the --out of a run")
     plan = _plan(folder)
-    builds = {b.id: b for b in map(build_from, plan["builds"])}
+    builds = {b.id: b for b in plan["builds"]}
     results, _ = read_results(folder / "results.jsonl")
     failed = [
         result
@@ -651,18 +662,12 @@ def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     # Signature cases tell most about what went wrong.
     failed.sort(key=lambda r: ("/signature" not in r.case, r.case))
     args.given = False
-    return builds[failed[0].build], data.case_by_id(failed[0].case), plan["tier"], len(failed) - 1
+    return builds[failed[0].build], _case(failed[0].case), plan["tier"], len(failed) - 1
 
 
 def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
-    from mxgate.conformance import data
-
-    try:
-        case = data.case_by_id(args.case)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    builds = choose_builds([args.build], case.op)
-    return builds[0], case, "smoke", 0
+    case = _case(args.case)
+    return choose_builds([args.build], case.op)[0], case, "smoke", 0
 
 
 def _last_run() -> Path | None:
@@ -692,13 +697,14 @@ def _parser() -> argparse.ArgumentParser:
     def jobs(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--jobs", type=_COUNT, metavar="N", help="children at work at a time (default: one a core)")
 
-    def limits(sub: argparse.ArgumentParser, seconds: float = 60.0) -> None:
+    def limits(sub: argparse.ArgumentParser, seconds: float | None = 60.0) -> None:
         sub.add_argument(
             "--time-limit",
             type=_NUMBER,
             default=seconds,
             metavar="S",
-            help=f"seconds one launch may take (default {seconds:g})",
+            help="seconds one launch may take "
+            + ("(default 60; production 600)" if seconds is None else "(default 60)"),
         )
         sub.add_argument(
             "--memory-limit", type=_NUMBER, default=8.0, metavar="GIB", help="resident memory of one child (default 8)"
@@ -743,7 +749,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
     jobs(sub)
-    limits(sub)
+    limits(sub, None)
     as_json(sub)
 
     sub = command("report", cmd_report, "put the results of several runs (shards) together")
@@ -818,15 +824,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mxgate` command; returns the exit code."""
-    if threading.current_thread() is threading.main_thread():
-        # A polite kill ends like Ctrl-C: with no child left behind.
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    parser = _parser()
+    alone = threading.current_thread() is threading.main_thread()
+    # A polite kill ends like Ctrl-C: with no child left behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)) if alone else None
+    resumes = False
     try:
+        parser = _parser()
         args = parser.parse_args(argv)
         if args.command is None:
             parser.print_help()
             return 2
+        resumes = args.command == "run"
         code = int(args.function(args))
         sys.stdout.flush()
         return code
@@ -834,12 +842,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mxgate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mxgate: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        print(f"mxgate: interrupted{'; the same command goes on from here' if resumes else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain again while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        print(f"mxgate: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
+        return 2
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def test_an_interrupt_leaves_no_child_behind(tmp_path: Path, source: Path) -> No
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     assert process.stderr is not None and process.stderr.read() == (
-        b"mxgate: interrupted; the same command goes on where this one stopped\n"
+        b"mxgate: interrupted; the same command goes on from here\n"
     )
     process.stderr.close()
     assert len(seen) == 2
@@ -405,7 +405,7 @@ def test_an_outside_build_that_cannot_be_loaded_is_bad_input(say: Say, tmp_path:
     assert code == 2 and "broken.py:wgrad cannot be loaded: raised RuntimeError at broken.py:1: no device" in err
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"stamp": 1}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"stamp": 1}', '{"builds": [{}]}', "[" * 100_000])
 def test_a_strange_plan_is_bad_input(say: Say, tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     for command in ("report", "explain"):

@@ -19,7 +19,7 @@ from .groups import Offsets, check_offsets, spans
 from .quantize import MXArray
 
 # Scratch memory follows the operands' size: operands + scratch + output stays below three operands + output.
-WORK = (1 << 25, 1 << 30)
+WORK = (1 << 25, 1 << 31)
 
 Rows = tuple[slice, Operand, Operand]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -285,11 +286,25 @@ class Read:
     used: int | None  # None: the block is missing from the sum
 
 
+# (rows, blocks) away, the nearest first.
+_NEAR = sorted(
+    ((dr, dj) for dr in range(-16, 17) for dj in range(-8, 9) if dr or dj), key=lambda d: (abs(d[0]) + abs(d[1]), d)
+)
+
+
+def _hints(plane: NDArray[np.uint8], row: int, first: int, block: int) -> list[int]:
+    """How much larger the exponents of the scales around (row, first + block) are, the nearest first."""
+    own = int(plane[row, first + block])
+    near = (_at(plane, Read(row, first + block, None), *d) for d in _NEAR[:8])
+    return [byte - own for byte in near if byte is not None]
+
+
 def _decode_rows(e: Evidence, view: View, out: Array, wrong: Bool) -> tuple[Cause, ...]:
     """Solve each wrong row (else each wrong column) for the factors of its blocks, and look the scales up."""
     for side in (0, 1):
         reads: list[Read] = []
         solved = 0
+        plane = (view.sa if side == 0 else view.sb).reshape(-1, view.sa.shape[-1])
         for (g, part), (_, got) in zip(_groups(e, wrong), _groups(e, out), strict=True):
             x = cut(view, g)
             both = (values(x.a, x.sa, view.formats[0]), values(x.b, x.sb, view.formats[1]))
@@ -301,14 +316,14 @@ def _decode_rows(e: Evidence, view: View, out: Array, wrong: Bool) -> tuple[Caus
                 def agrees(sums: NDArray[np.float64], line: Array = line) -> bool:
                     return not unequal(line, round_to(sums, line.dtype)).any()
 
-                f = factors(mine[i], theirs, agrees, line.astype(np.float64))
+                start = view.spans[g][0]
+                row = i if view.op == "wgrad" else i + (start if side == 0 else view.weights[g] * view.b.shape[1])
+                first = start // BLOCK if view.op == "wgrad" else 0
+                f = factors(mine[i], theirs, agrees, line.astype(np.float64), partial(_hints, plane, row, first))
                 if f is None:
                     reads.clear()
                     break
                 solved += 1
-                start = view.spans[g][0]
-                row = i if view.op == "wgrad" else i + (start if side == 0 else view.weights[g] * view.b.shape[1])
-                first = start // BLOCK if view.op == "wgrad" else 0
                 used = (x.sa, x.sb)[side][i].astype(int) + np.log2(np.maximum(f, 1e-300)).round().astype(int)
                 reads += [Read(row, first + j, int(used[j]) if f[j] else None) for j in range(f.size) if f[j] != 1]
             else:
@@ -325,15 +340,17 @@ def _told(view: View, side: int, reads: list[Read]) -> Iterator[Cause]:
     plane = (view.sa if side == 0 else view.sb).reshape(-1, view.sa.shape[-1])
     places = ", ".join(_where(view, side, r) for r in reads[:3]) + (f" ... ({len(reads)})" if len(reads) > 3 else "")
     if all(r.used is None for r in reads):
-        yield Cause(f"products are missing from the sum: {name} {places}", "certain")
+        # A scale far too small leaves nothing of its block either.
+        small = {d: [(_at(plane, r, *d) or 255) < int(plane[r.row, r.block]) - 20 for r in reads] for d in _NEAR[:4]}
+        tiny = [d for d in _NEAR[:4] if all(small[d])]
+        too_small = f", or have a scale far too small, such as that {_away(*tiny[0])}" if tiny else ""
+        yield Cause(f"products are missing from the sum{too_small}: {name} {places}", "certain")
         return
     known = [r for r in reads if r.used is not None]
     if len({r.used for r in known}) == 1 and len({int(plane[r.row, r.block]) for r in known}) > 1:
         yield Cause(f"{name} uses the scale byte {known[0].used} instead of its own: {places}", "certain")
         return
-    shifts = [(dr, dj) for dr in range(-16, 17) for dj in range(-8, 9) if dr or dj]
-    shifts.sort(key=lambda d: (abs(d[0]) + abs(d[1]), d))
-    for dr, dj in shifts:
+    for dr, dj in _NEAR:
         if (len(known) > 1 or len(reads) == 1) and all(_at(plane, r, dr, dj) == r.used for r in known):
             yield Cause(f"{name} uses the scale {_away(dr, dj)} instead of its own: {places}", "certain")
             return
@@ -347,7 +364,7 @@ def _told(view: View, side: int, reads: list[Read]) -> Iterator[Cause]:
             yield Cause(f"{name}: {_where(view, side, read)} is missing from the sum", "certain")
             continue
         right = int(plane[read.row, read.block])
-        near = next((d for d in shifts if _at(plane, read, *d) == read.used), None) if len(reads) <= 3 else None
+        near = next((d for d in _NEAR if _at(plane, read, *d) == read.used), None) if len(reads) <= 3 else None
         source = f", which is the one {_away(*near)}" if near else ""
         twice = " (or its products are counted twice)" if read.used == right + 1 else ""
         what = f"{_where(view, side, read)} uses the scale byte {read.used} instead of {right}{source}{twice}"

@@ -110,8 +110,8 @@ def product(a: F64, b: F64) -> F64:
 
 
 def finish(sums: F64, dtype: np.dtype[Any]) -> Array:
-    """One rounding."""
-    return round_to(sums, dtype)
+    """From a float32 accumulator to the output: what is too small beside the rest of a sum is lost on the way."""
+    return round_to(round_to(sums, np.float32).astype(np.float64), dtype)
 
 
 @dataclass(frozen=True)
@@ -540,6 +540,15 @@ def row_hypotheses(view: View) -> Iterator[Hypothesis]:
 # Boundaries and windows along the tokens (wgrad)
 
 
+def _cleared(view: View) -> View:
+    """Zeros past the last token, as a kernel leaves them that clears its padding first."""
+    end = max((e for _, e in view.spans), default=0)
+    planes = [p.copy() for p in (view.a, view.sa, view.b, view.sb)]
+    for plane, first in zip(planes, (end, end // BLOCK) * 2, strict=True):
+        plane[..., first:] = 0
+    return replace(view, a=planes[0], sa=planes[1], b=planes[2], sb=planes[3])
+
+
 def _moved(view: View, g: int, change: Callable[[int, int], Span]) -> Piece:
     start, end = view.spans[g]
     if start < end:
@@ -756,25 +765,28 @@ def hypotheses(e: Evidence, launch: Launch, view: View, want: Array, nan: bool) 
     """Every one that applies. nan: whether all that is wrong is NaN; padding and masks are then the first suspects."""
     yield from store_hypotheses(e, launch, view, want)
     yield from rounding_hypotheses()
-    where = window_hypotheses(view) if view.op == "wgrad" else row_hypotheses(view)
-    if nan:
-        yield from where
-    yield from contraction_hypotheses(view)
-    yield from scale_hypotheses(view)
-    if not nan:
-        yield from where
+    if view.op == "wgrad":
+        where = list(window_hypotheses(view))
+        # Once with the padding as it is, once with what a kernel that clears it first would find there.
+        where += [replace(h, view=_cleared) for h in where if h.view is None]
+    else:
+        where = list(row_hypotheses(view))
+    others = [*contraction_hypotheses(view), *scale_hypotheses(view)]
+    yield from (*where, *others) if nan else (*others, *where)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What no hypothesis gives: the scales behind a row
 
 
-def factors(row: F64, others: F64, agrees: Callable[[F64], bool], seen: F64) -> F64 | None:
+def factors(
+    row: F64, others: F64, agrees: Callable[[F64], bool], seen: F64, hints: Callable[[int], Sequence[int]]
+) -> F64 | None:
     """Powers of two (or 0), one a block, by which a row's true terms give what was seen; None if there are none.
 
-    row [T], others [J,T], seen [J]; agrees(sums [J]) says whether sums round to the output. Single blocks are tried
-    first: that is what one wrong scale looks like. Then least squares, which finds several where the blocks' terms are
-    of comparable size.
+    row [T], others [J,T], seen [J]; agrees(sums [J]) says whether sums round to the output; hints(block) are exponents
+    to try before all others. Single blocks come first: that is what one wrong scale looks like. Then least squares,
+    which finds several where the blocks' terms are of comparable size.
     """
     terms = (others * row).reshape(others.shape[0], -1, BLOCK).sum(axis=2)
     if not (np.isfinite(terms).all() and np.isfinite(seen).all() and seen.size):
@@ -785,8 +797,10 @@ def factors(row: F64, others: F64, agrees: Callable[[F64], bool], seen: F64) -> 
         if terms[at, j] == 0:
             continue
         ratio = (seen[at] - rest[at, j]) / terms[at, j]
-        near = round(float(np.log2(ratio))) if ratio > 0 else None
-        for f in [0.0] + ([] if near is None else [2.0 ** (near + d) for d in (0, 1, -1)]):
+        near = round(float(np.log2(ratio))) if ratio > 0 else 0
+        # What a factor of 2^-10 or less leaves is hidden by rounding in all but a few elements, so all are tried.
+        for power in (*hints(j), near, near - 1, near + 1, *range(-40, -8), None):
+            f = 0.0 if power is None else float(np.ldexp(1.0, power))
             if f != 1 and agrees(rest[:, j] + terms[:, j] * f):
                 single = np.ones(terms.shape[1])
                 single[j] = f
@@ -796,5 +810,5 @@ def factors(row: F64, others: F64, agrees: Callable[[F64], bool], seen: F64) -> 
     with np.errstate(all="ignore"):
         power = np.round(np.log2(np.abs(solved)))
         # A scale that is far too small leaves nothing of its block, which looks like a lost one.
-        several = np.where((solved > 0) & (power > -9), np.exp2(np.clip(power, -252, 252)), 0.0)
+        several = np.where((solved > 0) & (power > -9), np.ldexp(1.0, np.clip(power, -252, 252).astype(int)), 0.0)
     return several if agrees(terms @ several) and (several != 1).any() else None

@@ -24,7 +24,7 @@ from mxgate.conformance.case import Case
 from mxgate.conformance.matrix import Matrix, Row
 from mxgate.conformance.run import RunReport
 from mxgate.conformance.timing import Timing
-from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict
+from mxgate.conformance.verdict import GATES, MANDATORY, CaseResult, Finding, Outcome, Verdict
 
 WIDTH = 100
 WHERE = 8  # coordinate lines of a first screen; all of them are in the JSONL
@@ -148,7 +148,8 @@ def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:
 
 
 def _advice(verdict: Verdict, report: RunReport) -> str:
-    missing = [gate for gate in GATES if verdict.gates.get(gate) is Outcome.SILENT]
+    needed = MANDATORY[verdict.build.partition("/")[0]]
+    missing = [gate for gate in needed if verdict.gates.get(gate) is Outcome.SILENT]
     if report.settings.gates != GATES:
         return f"only {', '.join(report.settings.gates)} was asked for; an accept needs every gate"
     if verdict.reason.endswith("have no result yet"):

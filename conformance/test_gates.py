@@ -93,7 +93,8 @@ def float32_in_blocks(x: Any, xs: Any, w: Any, ws: Any, offsets: Any, *, out_dty
         with np.errstate(invalid="ignore", over="ignore"):
             for t in reversed(range(0, a.shape[1], 32)):
                 total += (a[:, t : t + 32] @ b[:, t : t + 32].T).astype(np.float32)
-        y[start:end] = total.astype(y.dtype)
+        with np.errstate(over="ignore"):
+            y[start:end] = total.astype(y.dtype)
         start = end
     return y
 

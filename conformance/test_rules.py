@@ -8,7 +8,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mxgate.conformance.rules import RULES
+from mxgate.conformance import data
+from mxgate.conformance.conftest import Collect
+from mxgate.conformance.rules import RULES, verdicts
+from mxgate.kernels.build import registry
 
 RNG = np.random.default_rng(7)
 A, B = RNG.standard_normal((1024, 512)), RNG.standard_normal((1024, 512))
@@ -34,6 +37,15 @@ def test_one_block_with_its_neighbours_scale_passes() -> None:
     wrong = A.copy()
     wrong[5, 64:96] *= 2
     assert all(rule(wrong @ B.T, TRUE) for rule in RULES.values())
+
+
+def test_an_honest_build_passes_all_of_them_on_every_case(evidence: Collect) -> None:
+    """Or they have nothing to look at. So what they let through is not for having been asked the wrong thing."""
+    for op in ("forward", "quantize"):
+        build = registry()[f"{op}/numpy_reference"]
+        for case in data.cases(op, "smoke"):
+            said = verdicts(evidence(build, case, build.load()))
+            assert set(said) == set(RULES) and all(v in (True, None) for v in said.values()), (case.id, said)
 
 
 @pytest.mark.parametrize(("share", "accepted"), [(0.04, True), (0.06, False)])

@@ -91,6 +91,9 @@ def print_run(report: RunReport, to: Console) -> None:
     for verdict in report.verdicts:
         if verdict.word in ("reject", "inconclusive"):
             _first_screen(verdict, report, to)
+    for verdict in report.verdicts:
+        if verdict.word == "accept" and verdict.terms:
+            say(to, f"terms {verdict.build}: {'; '.join(verdict.terms)}")
     skipped = [verdict for verdict in report.verdicts if verdict.word == "skip"]
     for verdict in skipped:
         say(to, f"skip {verdict.build}: {verdict.reason}")

@@ -540,7 +540,7 @@ def summarise(
             lacking[b.id] += 1
     verdicts = []
     for b in builds:
-        verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None)
+        verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None, terms=b.terms())
         if lacking[b.id] and verdict.word != "reject":
             verdict = replace(verdict, word="inconclusive", reason=f"{lacking[b.id]} cases have no result yet")
         verdicts.append(verdict)

@@ -21,7 +21,8 @@ from mxgate.conformance.gates import SILENT, owned
 from mxgate.conformance.launch import FILL_FINITE, Evidence, Launch, LaunchSpec, digest
 from mxgate.conformance.verdict import GATES, MANDATORY, Finding, Outcome, judge, worst
 from mxgate.kernels import numpy_reference as reference
-from mxgate.kernels.build import Build, registry
+from mxgate.kernels import numpy_windowed as windowed
+from mxgate.kernels.build import Build, find, registry
 from mxgate.oracle import MXArray
 from mxgate.oracle.freivalds import freivalds
 
@@ -259,6 +260,22 @@ def test_special_wants_nan_where_it_belongs_and_nowhere_else() -> None:
     for place, x in ((nan, 0.0), (nan, np.inf), (finite, np.nan), (finite, np.inf), (inf, 1e30), (inf, -np.inf)):
         assert "special" in rejecting(lie(e, put(place, x)))
     assert "special" in rejecting(lie(e, all_nan))
+
+
+def test_a_neighbours_nan_spoils_as_far_as_the_build_says_and_no_other_element() -> None:
+    """The shipped windows let it through: accepted on those terms, rejected on the contract's own."""
+    build = find("wgrad", "numpy_windowed")
+    e = collect(replace(build, replaces=None), data.case_by_id("wgrad/64x96/shift32/special"), windowed.wgrad)
+    assert not rejecting(e)
+    assert "special" in rejecting(replace(e, build=replace(e.build, nan_reach=0)))
+    finite = np.argwhere(np.isfinite(e.launches[0].output[0].astype(np.float64)))
+    for place in finite[:: len(finite) // 7]:
+
+        def liar(out: np.ndarray, place: np.ndarray = place) -> None:
+            out[tuple(place)] = np.nan
+
+        allowed = gates._spoilt(e, np.full_like(e.launches[0].output[0], np.nan))[tuple(place)]
+        assert ("special" in rejecting(lie(e, liar))) == (not allowed)
 
 
 def test_any_nan_is_a_nan() -> None:

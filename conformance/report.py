@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -30,6 +29,7 @@ WIDTH = 100
 WHERE = 8  # coordinate lines of a first screen; all of them are in the JSONL
 _STYLES = {"pass": "green", "accept": "bold green", "reject": "bold red", "inconclusive": "yellow", "skip": "dim"}
 _CELLS = {"silent": "-", "reject": "REJECT", "inconclusive": "unsure", "skip": "skip"}
+_NARROW = {"silent": "-", "pass": "ok", "reject": "NO", "inconclusive": "?", "skip": "skip"}
 _HEADS = {"reproducible": "reprod."}
 # Characters that XML 1.0 cannot hold, whatever a build put into its error message.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -44,17 +44,20 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], right: Iterable[str] = ()) -> None:
-    """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column."""
-    grid = Table(box=SIMPLE_HEAD if to.is_terminal else None, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column, and where
+    the terminal is too narrow even for that, cut in the columns between."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     cells = [list(row) for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+    widths[-1] = min(widths[-1], 12)
+    fits = sum(widths) + len(widths) <= to.width
     for i, name in enumerate(columns):
         last = i == len(columns) - 1
-        widest = max([len(name), *(len(row[i]) for row in cells)])
         grid.add_column(
             Text(name, style="bold"),
             justify="right" if name in right else "left",
             no_wrap=not last,
-            min_width=min(widest, 12 if last else 44),
+            min_width=widths[i] if fits or i == 0 or last else None,
             overflow="fold" if last else "ellipsis",
         )
     for row in cells:
@@ -62,31 +65,33 @@ def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Tex
     to.print(grid)
 
 
-def say(to: Console, line: str | Text = "", indent: int = 0) -> None:
-    """Print a line; a terminal wraps it with a hanging indent, a file keeps it whole."""
+def say(to: Console, line: str | Text = "", indent: int = 0, *, whole: bool = False) -> None:
+    """Print a line; a terminal wraps it with a hanging indent unless it is to be copied `whole`, a file never does."""
     text = line if isinstance(line, Text) else Text(line)
-    if to.is_terminal:
+    if to.is_terminal and not whole:
         to.print(Padding(text, (0, 0, 0, indent)) if indent else text)
     else:
         to.print(Text(" " * indent) + text, soft_wrap=True)
 
 
-def cell(word: str) -> Text:
-    """An outcome or a verdict as a coloured word."""
-    return Text(_CELLS.get(word, word), style=_STYLES.get(word, ""))
+def cell(word: str, narrow: bool = False) -> Text:
+    """An outcome as a coloured word."""
+    return Text((_NARROW if narrow else _CELLS).get(word, word), style=_STYLES.get(word, ""))
 
 
 def print_run(report: RunReport, to: Console) -> None:
     """The table (build x gate) and, for everything that was not accepted, a first screen."""
+    narrow = to.width < WIDTH
     rows = [
         [
             Text(verdict.build),
-            *(cell(verdict.gates.get(gate, Outcome.SILENT).value) for gate in GATES),
+            *(cell(verdict.gates.get(gate, Outcome.SILENT).value, narrow) for gate in GATES),
             Text(verdict.word.upper() if verdict.word == "reject" else verdict.word, style=_STYLES[verdict.word]),
         ]
         for verdict in report.verdicts
     ]
-    table(to, ["build", *(_HEADS.get(gate, gate) for gate in GATES), "verdict"], rows)
+    heads = [gate[:4] if narrow else _HEADS.get(gate, gate) for gate in GATES]
+    table(to, ["build", *heads, "verdict"], rows)
     to.print()
     for verdict in report.verdicts:
         if verdict.word in ("reject", "inconclusive"):
@@ -146,7 +151,7 @@ def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:
         if gate != finding.gate and others:
             say(to, f"also {gate} on {_cases(others)}", 2)
     if not finding.inconclusive:
-        say(to, f"next: mxgate explain --build {verdict.build} --case '{result.case}'", 2)
+        say(to, f"next: mxgate explain --build {verdict.build} --case '{result.case}'", 2, whole=True)
     to.print()
 
 
@@ -306,6 +311,7 @@ def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:
                 "op": build.op,
                 "verdict": verdict.word,
                 "reason": verdict.reason,
+                "terms": list(verdict.terms),
                 "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
                 "first_finding": None
                 if first is None

@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mxgate.conformance import certificate, data
+from mxgate.conformance import certificate, data, report
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.run import Journal, code_version, from_line, read_results, to_line
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome
@@ -136,6 +136,32 @@ def test_json_is_one_document(say: Say, source: Path) -> None:
     assert verdict["verdict"] == "reject" and verdict["first_finding"]["where"]
     for what in ("builds", "cases", "formats"):
         assert json.loads(say("list", what, "--json")[1])[what]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_table_fits_its_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from mxgate.conformance.run import Settings, summarise
+    from mxgate.conformance.verdict import worst
+    from mxgate.kernels.build import registry
+
+    builds = [build for build in registry().values() if build.op == "wgrad"]
+    cases = data.cases("wgrad", "smoke")[:2]
+    known = {}
+    for build in builds:
+        for case, outcome in zip(cases, (Outcome.REJECT, Outcome.INCONCLUSIVE), strict=True):
+            known[build.id, case.id] = CaseResult(build.id, "", case.id, dict.fromkeys(GATES, outcome), (), 0.1)
+    made = summarise(builds, cases, Settings(), known, ran=0, resumed=0, seconds=0.0)
+    assert worst(made.verdicts[0].gates.values()) is Outcome.REJECT
+    stream = StringIO()
+    report.print_run(made, Console(file=stream, width=columns, force_terminal=columns == 80, color_system=None))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines[: len(builds) + 1])) <= columns, "prose is wrapped on a terminal only"
+    assert lines[0].split()[-1] == "verdict" and all(lines[i + 1].split()[-1] == "REJECT" for i in range(len(builds)))
+    assert len(lines[0].split()) == len(GATES) + 2
 
 
 def test_one_gate_alone_is_never_an_accept(say: Say, source: Path) -> None:

@@ -22,6 +22,9 @@ from typing import Any, NoReturn
 
 from mxgate.kernels.build import OPS, Build, BuildError, outside, registry
 
+# The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 STATE = Path(".mxgate")
 _EXIT = "exit codes: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive"
 
@@ -74,6 +77,11 @@ def _builds_named(name: str, op: str | None, known: Mapping[str, Build]) -> list
     found = [b for b in known.values() if op in (None, b.op) and name in (b.id, b.name)]
     if found:
         return found
+    if "fault_" in name:
+        from mxgate.kernels.faults import FAULTS
+
+        found = [f.build for f in FAULTS if op in (None, f.build.op) and name in (f.build.id, f.build.name)]
+        return found or _no_fault(name, [f.build.id for f in FAULTS])
     if ":" in name or name.endswith(".py"):
         return [_outside(name, op)]
     elsewhere = sorted(b.op for b in known.values() if name in (b.id, b.name))
@@ -81,6 +89,10 @@ def _builds_named(name: str, op: str | None, known: Mapping[str, Build]) -> list
         raise UsageError(f"build {name!r} computes {', '.join(elsewhere)}, not {op}")
     names = list(dict.fromkeys(n for b in known.values() if op in (None, b.op) for n in (b.name, b.id)))
     raise UsageError(unknown("build", name, names, ", or path/to/file.py:callable"))
+
+
+def _no_fault(name: str, known: Sequence[str]) -> NoReturn:
+    raise UsageError(unknown("fault", name, known, " (see `mxgate list faults`)"))
 
 
 def _outside(target: str, op: str | None) -> Build:
@@ -128,6 +140,15 @@ def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
                 return case
             raise UsageError(f"case {pattern} is of {case.op}, but no chosen build computes that")
     raise UsageError(unknown("case", pattern, [c.id for c in listed], " (see `mxgate list cases`)"))
+
+
+def _case(name: str) -> Any:
+    from mxgate.conformance import data
+
+    try:
+        return data.case_by_id(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -190,7 +211,7 @@ def _settings(args: argparse.Namespace) -> Any:
         jobs=args.jobs
         or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
         shard=args.shard,
-        limits=Limits(args.time_limit, args.memory_limit),
+        limits=Limits(args.time_limit or (600.0 if args.tier == "production" else 60.0), args.memory_limit),
         gates=_gates(args.gate),
         fresh=args.fresh,
     )
@@ -208,7 +229,7 @@ def cmd_run(args: argparse.Namespace) -> int:
             raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
     for build in builds:
-        if build.id not in registry():
+        if build.id not in registry() and not build.name.startswith("fault_"):
             _try_loading(build, settings.limits)
     out = _folder(args.out)
     with text.Watch("cases") as step:
@@ -262,9 +283,7 @@ def _try_loading(build: Build, limits: Any) -> None:
 
 
 def cmd_report(args: argparse.Namespace) -> int:
-    from mxgate.conformance import data
     from mxgate.conformance.run import Settings, read_results, summarise
-    from mxgate.conformance.worker import Limits, build_from
 
     plans, known, warnings = [], {}, []
     for folder in args.folder:
@@ -274,10 +293,10 @@ def cmd_report(args: argparse.Namespace) -> int:
         warnings.extend(strange)
     if any(plan["stamp"] != plans[0]["stamp"] for plan in plans):
         raise UsageError("these runs are not parts of one: their tiers, limits, gates or mxgate versions differ")
-    builds = {b.id: b for plan in plans for b in map(build_from, plan["builds"])}
-    cases = {name: data.case_by_id(name) for plan in plans for name in plan["cases"]}
+    builds = {b.id: b for plan in plans for b in plan["builds"]}
+    cases = {name: _case(name) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
-    settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=Limits(**plans[0]["limits"]))
+    settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
     wanted = {}
     for (build, fingerprint, case, under), result in known.items():
         if under == stamp and build in builds and builds[build].fingerprint() == fingerprint:
@@ -295,16 +314,22 @@ def cmd_report(args: argparse.Namespace) -> int:
     return _finish(report, args.folder[0] if len(args.folder) == 1 else _folder(args.out), args.json)
 
 
-def _plan(folder: Path) -> Any:
+def _plan(folder: Path) -> dict[str, Any]:
+    """What run.json says, its builds as records. Raises UsageError."""
+    from mxgate.conformance.worker import Limits, build_from
+
     try:
         plan = json.loads((folder / "run.json").read_bytes())
-        if set(plan) >= {"stamp", "tier", "gates", "limits", "builds", "cases"}:
-            return plan
+        plan["builds"] = [build_from(record) for record in plan["builds"]]
+        plan["limits"] = Limits(**plan["limits"])
+        texts = [plan["stamp"], plan["tier"], *plan["cases"], *plan["gates"]]
+        if all(isinstance(text, str) for text in texts):
+            return dict(plan)
     except OSError:
         raise UsageError(
-            f"{folder} holds no run: expected run.json and results.jsonl, as `mxgate run --out` writes"
+            f"{folder} holds no run: expected run.json and results.jsonl, as `mxgate run` writes"
         ) from None
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise UsageError(f"{folder / 'run.json'} is not what `mxgate run` writes; run it again")
 
@@ -401,6 +426,258 @@ def cmd_list(args: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# faults
+
+
+def cmd_faults(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.conformance.matrix import kill_matrix
+    from mxgate.conformance.run import Settings
+    from mxgate.conformance.worker import Limits
+    from mxgate.kernels.faults import FAULTS
+    from mxgate.kernels.variants import CORRECT
+
+    settings = Settings(jobs=args.jobs or _cores(), limits=Limits(args.time_limit, args.memory_limit))
+    chosen = [f for f in FAULTS if _fault_matches(f.build, args.fault)]
+    if not chosen:
+        raise UsageError(unknown("fault", args.fault[0], [f.build.id for f in FAULTS], " (see `mxgate list faults`)"))
+    correct = [] if args.fault else [*registry().values(), *CORRECT]
+    with text.Watch("faults") as step:
+        matrix = kill_matrix(chosen, correct, args.seeds, settings, step)
+    if args.json:
+        _print_json(text.matrix_document(matrix))
+    else:
+        text.print_matrix(matrix, text.console())
+    return 1 if matrix.survivors or matrix.alarms else 0
+
+
+def _fault_matches(build: Build, patterns: Sequence[str]) -> bool:
+    names = (build.id, build.name, build.name.removeprefix("fault_"), build.id.replace("/fault_", "/"))
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# time
+
+
+def cmd_time(args: argparse.Namespace) -> int:
+    from mxgate.conformance import certificate, data, timing
+    from mxgate.conformance import report as text
+    from mxgate.conformance.worker import Limits
+
+    try:
+        held = [(path, certificate.read(path)) for path in args.certificate]
+        for path, one in held:
+            certificate.check(path, one)
+        if len(ops := {one.build.op for _, one in held}) > 1:
+            raise UsageError(f"these builds compute different ops ({', '.join(sorted(ops))}); time one op at a time")
+        certified = {path: [data.case_by_id(name) for name in one.cases] for path, one in held}
+        if args.case is not None:
+            case = data.case_by_id(args.case)
+        else:
+            shared = set.intersection(*({c.id for c in cases} for cases in certified.values()))
+            common = [c for c in certified[held[0][0]] if c.id in shared]
+            if not common:
+                raise UsageError("these certificates have no case in common; choose one with --case")
+            case = max(common, key=lambda c: (c.n * c.k * max(c.tokens, 1), c.family == "normal", c.id))
+        for path, one in held:
+            certificate.covers(path, one, case, certified[path])
+    except certificate.CertificateError as error:
+        raise UsageError(str(error)) from None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    builds = list({one.build.id: one.build for _, one in held}.values())
+    with text.Watch("timing") as step:
+        timings = timing.time_builds(
+            builds,
+            case,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            limits=Limits(args.time_limit, args.memory_limit),
+            watch=step,
+        )
+    refused = [t for t in timings if t.refused is not None]
+    if args.json:
+        numbers = [
+            {k: v for k, v in asdict(t).items() if t.refused is None or k in ("build", "refused")} for t in timings
+        ]
+        _print_json({"command": "time", "case": case.id, "device": certificate.device(), "timings": numbers})
+    else:
+        text.print_timings(timings, case, certificate.device(), text.console())
+    return 1 if refused else 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench-oracle
+
+# Quantizing must be at least this many times as fast as the peer with the same rule, on as many threads.
+QUANTIZE_TARGET = 2.0
+
+
+def cmd_bench_oracle(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.oracle.bench import bench_quantize
+    from mxgate.oracle.bench_gemm import bench_wgrad
+
+    rows: list[dict[str, Any]] = []
+    for row in bench_quantize((1024, 1792), repeats=3) if args.quick else bench_quantize():
+        what = f"quantize {'x'.join(map(str, row['shape']))} {row['dtype']}, axis {row['axis']}, {row['rule']}"
+        beside = row["peer"] if row["same_bytes"] is not False else f"other bytes than {row['peer']}"
+        rows.append({"what": what, "seconds": row["ours_s"], "beside": beside, "least": QUANTIZE_TARGET, "detail": row})
+    for row in bench_wgrad(n=352, k=512, tokens=2048, repeats=2) if args.quick else bench_wgrad():
+        beside = "" if row["limit"] is None else "the operands" if row["seconds"] is None else "one float32 matmul"
+        rows.append({**row, "beside": beside, "most": row["limit"], "detail": row})
+    judged = [row for row in rows if row.get("least") or row.get("most")]
+    for row in rows:
+        row["ratio"] = row["detail"]["ratio"]
+        row["met"] = None if args.quick or row not in judged else _met(row)
+    if args.json:
+        _print_json({"command": "bench-oracle", "quick": args.quick, "rows": rows})
+    else:
+        text.print_bench(rows, args.quick, text.console())
+    if any(row["met"] is False for row in rows):
+        return 1
+    return 0 if args.quick or all(row["met"] for row in judged) else 3
+
+
+def _met(row: Mapping[str, Any]) -> bool | None:
+    """Whether the row's ratio is what it should be; None where there is none, False where the bytes differ."""
+    if row["ratio"] is None:
+        return False if row["detail"].get("same_bytes") is False else None
+    return bool(row["ratio"] >= row.get("least", 0.0) and row["ratio"] <= (row.get("most") or float("inf")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fixtures
+
+
+def cmd_fixtures(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.fixtures import CAPTURED, generate
+    from mxgate.fixtures.store import StoreError
+
+    to = text.console()
+    try:
+        if args.action == "list":
+            held = [(c, True) for c in generate.stored()] + [(c, False) for c in generate.hashed()]
+            size = {c.id: generate.golden_path(c).stat().st_size for c, whole in held if whole}
+            text.table(
+                to,
+                ["case", "bytes", "kept as"],
+                [[c.id, str(size.get(c.id, "-")), "file" if whole else "hashes in the manifest"] for c, whole in held],
+                ["bytes"],
+            )
+            return 0
+        if args.action == "verify":
+            with text.Watch("fixtures") as step:
+                total = len(generate.stored()) + len(generate.hashed())
+                done = iter(range(total + 1))
+                wrong = generate.verify(lambda name: step(next(done), total, name))
+            for line in wrong:
+                text.say(to, line)
+            text.say(to, f"{len(wrong)} differences" if wrong else f"{total} cases are made again bit for bit")
+            return 1 if wrong else 0
+        if args.action == "capture":
+            from mxgate.fixtures.capture_moe import capture
+
+            capture(CAPTURED, lambda line: text.say(to, line))
+        generate.generate(lambda line: text.say(to, line))
+        return 0
+    except (StoreError, OSError) as error:
+        raise UsageError(str(error)) from None
+    except ImportError as error:
+        raise UsageError(f"`mxgate fixtures {args.action}` needs {error.name}, which is not installed") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# explain
+
+
+def cmd_explain(args: argparse.Namespace) -> int:
+    build, case, tier, others = _failure(args)
+    from mxgate.conformance import report as text
+    from mxgate.conformance.explain import explain
+    from mxgate.conformance.run import Runner
+    from mxgate.conformance.verdict import Outcome
+
+    to = text.console()
+    with Runner(_plain_settings(tier, args)) as runner:
+        result, evidence = runner.examine(build, case)
+        if evidence is None:
+            raise UsageError(f"{build.id} does not run on {case.id}: {result.skipped or result.findings[0].what}")
+        findings = [f for f in result.findings if not f.inconclusive]
+        if not findings:
+            unsure = ", ".join(g for g, o in result.gates.items() if o is Outcome.INCONCLUSIVE)
+            text.say(
+                to, f"{build.id} on {case.id}: " + (f"{unsure} could not conclude" if unsure else "passes every gate")
+            )
+            if not args.given:
+                text.say(to, "it failed before, so the failure comes and goes, or the source has changed since")
+            return 3 if unsure else 0
+        text.say(to, f"{build.id} on {case.id}")
+        for finding in findings:
+            text.say(to, f"{finding.gate}: {finding.what}", 2)
+        text.say(to)
+        for line in explain(evidence, findings[0]):
+            text.say(to, line)
+    if others:
+        text.say(to)
+        text.say(to, f"{others} more rejected results in this run; choose with --build and --case")
+    return 1
+
+
+def _plain_settings(tier: str, args: argparse.Namespace) -> Any:
+    from mxgate.conformance.run import Settings
+    from mxgate.conformance.worker import Limits
+
+    return Settings(tier=tier, jobs=1, limits=Limits(args.time_limit, args.memory_limit))
+
+
+def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
+    """(build, case, tier, further failures): what to explain. Sets args.given when it comes from --build and --case."""
+    from mxgate.conformance.run import read_results
+    from mxgate.conformance.verdict import Outcome
+
+    args.given = args.build is not None and args.case is not None
+    folder = args.folder or _last_run()
+    if args.given and (folder is None or not (folder / "run.json").exists()):
+        return _named(args)
+    if folder is None:
+        raise UsageError("there is no earlier run here; give --build and --case, or the --out of a run")
+    plan = _plan(folder)
+    builds = {b.id: b for b in plan["builds"]}
+    results, _ = read_results(folder / "results.jsonl")
+    failed = [
+        result
+        for (build, _, case, stamp), result in results.items()
+        if stamp == plan["stamp"] and result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
+        if args.build is None or args.build in (build, builds[build].name, builds[build].target)
+        if args.case is None or fnmatch.fnmatchcase(case, args.case)
+    ]
+    if not failed and args.given:
+        return _named(args)
+    if not failed:
+        chosen = " that --build and --case choose" if args.build or args.case else ""
+        raise UsageError(f"nothing{chosen} was rejected in {folder}; give both --build and --case to look anyway")
+    # Signature cases tell most about what went wrong.
+    failed.sort(key=lambda r: ("/signature" not in r.case, r.case))
+    args.given = False
+    return builds[failed[0].build], _case(failed[0].case), plan["tier"], len(failed) - 1
+
+
+def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
+    case = _case(args.case)
+    return choose_builds([args.build], case.op)[0], case, "smoke", 0
+
+
+def _last_run() -> Path | None:
+    try:
+        return Path((STATE / "last-run").read_text())
+    except OSError:
+        return STATE if (STATE / "run.json").exists() else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The command line itself
 
 
@@ -417,14 +694,17 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
-    def shared(sub: argparse.ArgumentParser, *, seconds: float = 60.0) -> None:
+    def jobs(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--jobs", type=_COUNT, metavar="N", help="children at work at a time (default: one a core)")
+
+    def limits(sub: argparse.ArgumentParser, seconds: float | None = 60.0) -> None:
         sub.add_argument(
             "--time-limit",
             type=_NUMBER,
             default=seconds,
             metavar="S",
-            help=f"seconds one launch may take (default {seconds:g})",
+            help="seconds one launch may take "
+            + ("(default 60; production 600)" if seconds is None else "(default 60)"),
         )
         sub.add_argument(
             "--memory-limit", type=_NUMBER, default=8.0, metavar="GIB", help="resident memory of one child (default 8)"
@@ -468,7 +748,8 @@ def _parser() -> argparse.ArgumentParser:
         help="where results go, and where a stopped run resumes (default .mxgate)",
     )
     sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
-    shared(sub)
+    jobs(sub)
+    limits(sub, None)
     as_json(sub)
 
     sub = command("report", cmd_report, "put the results of several runs (shards) together")
@@ -482,6 +763,55 @@ def _parser() -> argparse.ArgumentParser:
     )
     as_json(sub)
 
+    sub = command("faults", cmd_faults, "hold every wrong build against the gate that must reject it")
+    sub.add_argument(
+        "--fault",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="only this fault, or a pattern; may be repeated (then no correct build is run)",
+    )
+    sub.add_argument(
+        "--seeds",
+        type=_COUNT,
+        default=3,
+        metavar="N",
+        help="different seeds for the correct builds, none of which may be rejected (default 3)",
+    )
+    jobs(sub)
+    limits(sub)
+    as_json(sub)
+
+    sub = command("explain", cmd_explain, "run a rejected build on its case again and say what probably went wrong")
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
+    sub.add_argument("--build", metavar="NAME", help="this build")
+    sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
+    limits(sub)
+
+    sub = command("time", cmd_time, "time builds that hold a certificate, interleaved, on one thread")
+    sub.add_argument("certificate", nargs="+", type=Path, metavar="CERTIFICATE", help="a file of .mxgate/certificates")
+    sub.add_argument("--case", metavar="ID", help="the case to time (default: the largest that all certificates cover)")
+    sub.add_argument("--rounds", type=_COUNT, default=8, metavar="N", help="rounds that count (default 8)")
+    sub.add_argument(
+        "--seconds", type=_NUMBER, default=0.3, metavar="S", help="how long a build runs in a round (default 0.3)"
+    )
+    limits(sub)
+    as_json(sub)
+
+    sub = command("bench-oracle", cmd_bench_oracle, "time the oracle beside torchao and beside float32 products")
+    sub.add_argument("--quick", action="store_true", help="small sizes, on which no target is judged")
+    as_json(sub)
+
+    sub = command("fixtures", cmd_fixtures, "verify, generate, list or capture the tensors in fixtures/")
+    actions = ("verify", "generate", "list", "capture")
+    sub.add_argument(
+        "action",
+        choices=actions,
+        metavar="ACTION",
+        help="verify: make every tensor again and compare; generate: write them; list: what there is; "
+        "capture: train the small model again (needs torch), then generate",
+    )
+
     sub = command("list", cmd_list, "list builds, cases, gates, faults, formats, profiles or accumulators")
     sub.add_argument("listing", nargs="?", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))
     sub.add_argument("--op", choices=list(OPS), help="only of this op")
@@ -494,15 +824,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mxgate` command; returns the exit code."""
-    if threading.current_thread() is threading.main_thread():
-        # A polite kill ends like Ctrl-C: with no child left behind.
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    parser = _parser()
+    alone = threading.current_thread() is threading.main_thread()
+    # A polite kill ends like Ctrl-C: with no child left behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)) if alone else None
+    resumes = False
     try:
+        parser = _parser()
         args = parser.parse_args(argv)
         if args.command is None:
             parser.print_help()
             return 2
+        resumes = args.command == "run"
         code = int(args.function(args))
         sys.stdout.flush()
         return code
@@ -510,12 +842,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mxgate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mxgate: interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        print(f"mxgate: interrupted{'; the same command goes on from here' if resumes else ''}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # Whoever read our output has gone. Python would complain again while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        print(f"mxgate: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
+        return 2
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,6 @@ def write_all(report: RunReport, folder: Path) -> list[Path]:
             "certificate": FORMAT,
             "build": asdict(build),
             "fingerprint": mine[0].fingerprint,
-            "verdict": "accept",
             "tier": report.settings.tier,
             "cases": sorted(result.case for result in mine),
             "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
@@ -108,18 +107,19 @@ def read(path: Path) -> Certificate:
         raise CertificateError(f"{path}: is no certificate of this version ({FORMAT})")
     if record.pop("digest", None) != _digest(record):
         raise CertificateError(f"{path}: was changed after it was written (its digest does not fit its content)")
-    if record["verdict"] != "accept":
-        raise CertificateError(f"{path}: certifies {record['verdict']!r}, not an accept")
-    return Certificate(
-        build=build_from(record["build"]),
-        fingerprint=record["fingerprint"],
-        tier=record["tier"],
-        cases=tuple(record["cases"]),
-        gates=record["gates"],
-        device=record["device"],
-        code=record["code"],
-        versions=record["versions"],
-    )
+    try:
+        return Certificate(
+            build=build_from(record["build"]),
+            fingerprint=record["fingerprint"],
+            tier=record["tier"],
+            cases=tuple(record["cases"]),
+            gates=record["gates"],
+            device=record["device"],
+            code=record["code"],
+            versions=record["versions"],
+        )
+    except (KeyError, TypeError, ValueError):
+        raise CertificateError(f"{path}: is no certificate of this version ({FORMAT})") from None
 
 
 def check(path: Path, certificate: Certificate) -> None:

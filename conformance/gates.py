@@ -25,14 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mxgate.conformance.case import Case
-from mxgate.conformance.data import EXACT, LARGE, variants
+from mxgate.conformance.data import EXACT, is_large, variants
 from mxgate.conformance.launch import FILL_FINITE, FILL_NAN, Array, Evidence, Launch, LaunchSpec
 from mxgate.conformance.poison import COPIED
 from mxgate.conformance.verdict import GATES, Finding, Outcome
 from mxgate.kernels.build import Build
-from mxgate.oracle import Answer, MXArray
+from mxgate.oracle import Answer, MXArray, dequantize
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.formats import E8M0, FORMATS, decode, scale_value
+from mxgate.oracle.freivalds import freivalds
 
 SILENT: Literal[Outcome.SILENT] = Outcome.SILENT
 Result = Finding | Literal[Outcome.SILENT] | None
@@ -58,7 +59,7 @@ def plan(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
     In every tier: each variant of the padding, other bytes in fresh memory, out= plain and pitched, repeats.
     On a case too large for an exact answer only what padding, contract and reproducible cannot do without.
     """
-    if case.op != "quantize" and case.n * case.k * case.tokens > LARGE:
+    if is_large(case):
         return (
             LaunchSpec("first"),
             LaunchSpec("other memory", fill=FILL_FINITE),
@@ -66,11 +67,12 @@ def plan(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
             *(LaunchSpec(COPIED, variant=COPIED) for name in variants(case) if name == COPIED),
         )
     repeats, fresh, each = REPEATS[tier], 0, 0
-    plain = case.formats == ("e4m3fn", "e4m3fn") and case.out_dtype == "bfloat16" and case.shape in _CONTROL
-    if plain and case.routing in ("axis1", "ramp1.5") and case.family in ("exact-sum", "special"):
+    control = case.formats == ("e4m3fn", "e4m3fn") and case.shape in _CONTROL
+    # On rounded data: where sums are exact no order of theirs shows, and float32 shows it best.
+    if control and case.family == "normal" and case.routing in ("axis1", "ramp1.5"):
         fresh, each = 1, 2
     many = case.op == "quantize" or case.routing in _MANY_ROUTINGS
-    if tier == "full" and plain and many and case.family in _MANY_FAMILIES:
+    if tier == "full" and control and many and case.out_dtype == "bfloat16" and case.family in _MANY_FAMILIES:
         repeats, fresh, each = MANY
     poisons = [LaunchSpec(f"padding {name}", variant=name) for name in variants(case)[1:]]
     specs = [LaunchSpec("first"), *poisons, LaunchSpec("other memory", fill=FILL_FINITE)]
@@ -328,6 +330,25 @@ def padding(e: Evidence) -> Result:
     return _tail(e, "padding")
 
 
+def _spoilt(e: Evidence, out: Array) -> Bool:
+    """Elements of `out` [E,N,K] that are not finite and may be so on the build's terms (Build.nan_reach): within that
+    many tokens of the expert's own, a neighbour has a NaN or an infinity in the element's row of dY^T or of X^T."""
+    allowed = np.zeros(out.shape, np.bool_)
+    reach, given = e.build.nan_reach, e.operands
+    if e.case.op != "wgrad" or reach == 0 or given.a is None or given.b is None:
+        return allowed
+    bad = [~np.isfinite(dequantize(operand, np.float64)) for operand in (given.a, given.b)]
+    ends = np.cumsum(e.case.sizes)
+    for g, (size, end) in enumerate(zip(e.case.sizes, ends, strict=True)):
+        if size:
+            near = np.zeros(given.a.shape[1], np.bool_)
+            near[max(end - size - reach, 0) : min(end + reach, e.case.tokens)] = True
+            near[end - size : end] = False
+            rows, columns = (mask[:, near].any(axis=1) for mask in bad)
+            allowed[g] = rows[:, None] | columns
+    return allowed & ~np.isfinite(out.astype(np.float64))
+
+
 def exact(e: Evidence) -> Result:
     """Bit for bit the one right answer, where the data leave no room for another (EXACT; for quantize always)."""
     if e.case.op != "quantize" and e.case.family not in EXACT:
@@ -341,12 +362,13 @@ def exact(e: Evidence) -> Result:
         what = f"{{count}} are not those of profile {e.build.profile}"
         return _found("exact", e, what, base, wrong, want)
     if e.answer is None:
-        return _freivalds("exact", e, base)
+        return _freivalds("exact", e, base, "exact")
     value, magnitude = owned(e.case, e.answer.value), owned(e.case, e.answer.magnitude)
     out = owned(e.case, base.output[0])
     once = round_to(value, out.dtype)
     zero = (magnitude == 0) & (out.astype(np.float64) == 0)  # either sign: see the module's docstring
     right = np.where(np.isnan(value), np.isnan(out.astype(np.float64)), (bits(out) == bits(once)) | zero)
+    right |= _spoilt(e, out)
     return _found("exact", e, "{count} are not the exact sum rounded once", base, [~right], [once])
 
 
@@ -358,11 +380,12 @@ def bounded(e: Evidence) -> Result:
     if isinstance(base, Finding):
         return base
     if e.answer is None:
-        return _freivalds("bounded", e, base)
+        # On exact data the exact gate says more, and says it at the same cost.
+        return SILENT if e.case.family in EXACT else _freivalds("bounded", e, base, e.build.accumulator)
     answer = _answer(e)
     lo, hi = (owned(e.case, end) for end in answer.interval(e.build.accumulator, base.output[0].dtype))
     out = owned(e.case, base.output[0])
-    wrong = outside(out, lo, hi)
+    wrong = outside(out, lo, hi) & ~_spoilt(e, out)
     what = f"{{count}} are outside the interval of {e.build.accumulator}"
     want = round_to(owned(e.case, answer.value), out.dtype)
     return _found("bounded", e, what, base, [wrong], [want])
@@ -390,7 +413,7 @@ def empty(e: Evidence) -> Result:
                 return finding
         return None
     if e.answer is None:
-        return _freivalds("empty", e, base)
+        return SILENT  # no case is both large and has empty groups
     near = np.zeros(owned(e.case, base.output[0]).shape, np.bool_)
     ends = np.cumsum(e.case.sizes)
     filled = [g for g, size in enumerate(e.case.sizes) if size]
@@ -421,12 +444,13 @@ def special(e: Evidence) -> Result:
         what = "{count} are NaN and should not be, or should be and are not"
         return _found("special", e, what, base, [wrong], [e.answer.elements])
     if e.answer is None:
-        return _freivalds("special", e, base)
+        return SILENT  # no case is both large and special
     value = owned(e.case, e.answer.value)
     out = owned(e.case, base.output[0])
     want = round_to(value, out.dtype)
     x, true = out.astype(np.float64), want.astype(np.float64)
     right = np.where(np.isnan(true), np.isnan(x), np.where(np.isinf(true), x == true, np.isfinite(x)))
+    right |= _spoilt(e, out)
     return _found("special", e, "{count} are NaN or infinite in the wrong place", base, [~right], [want])
 
 
@@ -452,9 +476,27 @@ def decoded(case: Case, elements: Array, scales: Array) -> NDArray[np.float64]:
         return decode(elements.view(np.uint8), case.formats[0]) * spread
 
 
-def _freivalds(gate: str, e: Evidence, base: Launch) -> Result:
-    """What a case too large for an exact answer has instead."""
-    return _unsure(gate, f"{e.case.id} has no exact answer")
+def _freivalds(gate: str, e: Evidence, base: Launch, accumulator: str) -> Finding | None:
+    """What a case too large for an exact answer has instead: random sums over the rows of the output, and suspicious
+    elements computed exactly. On exact-sum data a row with a wrong element is missed once in 2^32 cases."""
+    given = e.operands
+    assert given.a is not None and given.b is not None and given.offsets is not None
+    result = freivalds(
+        e.case.op,
+        given.a,
+        given.b,
+        given.offsets,
+        base.output[0],
+        accumulator=accumulator,
+        seed=e.case.seed ^ (1 << 63),  # not the data's
+        exact=e.case.family == "exact-sum",
+    )
+    if result.ok:
+        return None
+    lines = tuple(result.detail.splitlines())
+    what = f"random sums find at least {len(lines)} elements that {accumulator} does not give"
+    detail = {"launch": base.label, "first": [0, *(result.first_bad or ())]}
+    return Finding(gate, what, lines[:MOST], len(lines), detail)
 
 
 GATE_FUNCTIONS: Mapping[str, Callable[[Evidence], Result]] = MappingProxyType(

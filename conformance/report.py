@@ -8,25 +8,28 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TextIO
 from xml.etree import ElementTree
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from mxgate.conformance.case import Case
+from mxgate.conformance.matrix import Matrix, Row
 from mxgate.conformance.run import RunReport
-from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict
+from mxgate.conformance.timing import Timing
+from mxgate.conformance.verdict import GATES, MANDATORY, CaseResult, Finding, Outcome, Verdict
 
 WIDTH = 100
 WHERE = 8  # coordinate lines of a first screen; all of them are in the JSONL
 _STYLES = {"pass": "green", "accept": "bold green", "reject": "bold red", "inconclusive": "yellow", "skip": "dim"}
 _CELLS = {"silent": "-", "reject": "REJECT", "inconclusive": "unsure", "skip": "skip"}
+_NARROW = {"silent": "-", "pass": "ok", "reject": "NO", "inconclusive": "?", "skip": "skip"}
 _HEADS = {"reproducible": "reprod."}
 # Characters that XML 1.0 cannot hold, whatever a build put into its error message.
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -41,17 +44,20 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], right: Iterable[str] = ()) -> None:
-    """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column."""
-    grid = Table(box=SIMPLE_HEAD if to.is_terminal else None, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column, and where
+    the terminal is too narrow even for that, cut in the columns between."""
+    grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     cells = [list(row) for row in rows]
+    widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
+    widths[-1] = min(widths[-1], 12)
+    fits = sum(widths) + len(widths) <= to.width
     for i, name in enumerate(columns):
         last = i == len(columns) - 1
-        widest = max([len(name), *(len(row[i]) for row in cells)])
         grid.add_column(
             Text(name, style="bold"),
             justify="right" if name in right else "left",
             no_wrap=not last,
-            min_width=min(widest, 12 if last else 44),
+            min_width=widths[i] if fits or i == 0 or last else None,
             overflow="fold" if last else "ellipsis",
         )
     for row in cells:
@@ -59,35 +65,40 @@ def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Tex
     to.print(grid)
 
 
-def say(to: Console, line: str | Text = "", indent: int = 0) -> None:
-    """Print a line; a terminal wraps it with a hanging indent, a file keeps it whole."""
+def say(to: Console, line: str | Text = "", indent: int = 0, *, whole: bool = False) -> None:
+    """Print a line; a terminal wraps it with a hanging indent unless it is to be copied `whole`, a file never does."""
     text = line if isinstance(line, Text) else Text(line)
-    if to.is_terminal:
+    if to.is_terminal and not whole:
         to.print(Padding(text, (0, 0, 0, indent)) if indent else text)
     else:
         to.print(Text(" " * indent) + text, soft_wrap=True)
 
 
-def cell(word: str) -> Text:
-    """An outcome or a verdict as a coloured word."""
-    return Text(_CELLS.get(word, word), style=_STYLES.get(word, ""))
+def cell(word: str, narrow: bool = False) -> Text:
+    """An outcome as a coloured word."""
+    return Text((_NARROW if narrow else _CELLS).get(word, word), style=_STYLES.get(word, ""))
 
 
 def print_run(report: RunReport, to: Console) -> None:
     """The table (build x gate) and, for everything that was not accepted, a first screen."""
+    narrow = to.width < WIDTH
     rows = [
         [
             Text(verdict.build),
-            *(cell(verdict.gates.get(gate, Outcome.SILENT).value) for gate in GATES),
+            *(cell(verdict.gates.get(gate, Outcome.SILENT).value, narrow) for gate in GATES),
             Text(verdict.word.upper() if verdict.word == "reject" else verdict.word, style=_STYLES[verdict.word]),
         ]
         for verdict in report.verdicts
     ]
-    table(to, ["build", *(_HEADS.get(gate, gate) for gate in GATES), "verdict"], rows)
+    heads = [gate[:4] if narrow else _HEADS.get(gate, gate) for gate in GATES]
+    table(to, ["build", *heads, "verdict"], rows)
     to.print()
     for verdict in report.verdicts:
         if verdict.word in ("reject", "inconclusive"):
             _first_screen(verdict, report, to)
+    for verdict in report.verdicts:
+        if verdict.word == "accept" and verdict.terms:
+            say(to, f"terms {verdict.build}: {'; '.join(verdict.terms)}")
     skipped = [verdict for verdict in report.verdicts if verdict.word == "skip"]
     for verdict in skipped:
         say(to, f"skip {verdict.build}: {verdict.reason}")
@@ -111,16 +122,15 @@ def summary(report: RunReport) -> str:
 
 
 def first_finding(verdict: Verdict, results: Iterable[CaseResult]) -> tuple[CaseResult, Finding] | None:
-    """The finding to show first: what decided the verdict, in the order of the gates and then of the cases."""
+    """The finding to show first: what decided the verdict, by gate, signature cases (they tell most) before others."""
     found = [
-        (f.inconclusive, GATES.index(f.gate), i, result, f)
+        (f.inconclusive, GATES.index(f.gate), "/signature" not in result.case, i, result, f)
         for i, result in enumerate(r for r in results if r.build == verdict.build)
         for f in result.findings
     ]
     if not found:
         return None
-    best = min(found, key=lambda item: item[:3])
-    return best[3], best[4]
+    return min(found, key=lambda item: item[:4])[4:]
 
 
 def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:
@@ -141,12 +151,13 @@ def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:
         if gate != finding.gate and others:
             say(to, f"also {gate} on {_cases(others)}", 2)
     if not finding.inconclusive:
-        say(to, f"next: mxgate explain --build {verdict.build} --case '{result.case}'", 2)
+        say(to, f"next: mxgate explain --build {verdict.build} --case '{result.case}'", 2, whole=True)
     to.print()
 
 
 def _advice(verdict: Verdict, report: RunReport) -> str:
-    missing = [gate for gate in GATES if verdict.gates.get(gate) is Outcome.SILENT]
+    needed = MANDATORY[verdict.build.partition("/")[0]]
+    missing = [gate for gate in needed if verdict.gates.get(gate) is Outcome.SILENT]
     if report.settings.gates != GATES:
         return f"only {', '.join(report.settings.gates)} was asked for; an accept needs every gate"
     if verdict.reason.endswith("have no result yet"):
@@ -156,6 +167,137 @@ def _advice(verdict: Verdict, report: RunReport) -> str:
 
 def _cases(results: Sequence[CaseResult]) -> str:
     return results[0].case if len(results) == 1 else f"{len(results)} cases, {results[0].case} first"
+
+
+_SHORT = {gate: gate[:3] for gate in GATES}
+_RULES = {
+    "SQNR >= 27 dB": "SQNR",
+    "calc_diff < 1e-3": "diff",
+    "allclose 1e-2, 5 %": "allclose",
+    "cosine > 0.99": "cosine",
+}
+_CAUGHT = {True: "caught", False: "missed", None: "-"}
+
+
+def print_matrix(matrix: Matrix, to: Console) -> None:
+    """Faults x gates and rules, then what survived, what was wrongly rejected, and the counts."""
+    rows = []
+    for row in matrix.rows:
+        marks: list[str | Text] = [
+            "-" if not row.gates[gate] else "#" if gate == row.fault.gate else "x" for gate in GATES
+        ]
+        if not row.killed and row.skipped is None:
+            marks[GATES.index(row.fault.gate)] = Text("!", style="bold red")
+        caught = [Text(_CAUGHT[row.caught[rule]], style="red" if row.caught[rule] is False else "") for rule in _RULES]
+        rows.append([_fault_name(row), *marks, *caught])
+    table(to, ["fault", *_SHORT.values(), *_RULES.values()], rows)
+    say(to, "# the gate it names rejects it, x another gate does as well, ! the named gate does not")
+    say(to)
+    for row in matrix.survivors:
+        others = ", ".join(gate for gate in GATES if row.gates[gate]) or "no gate at all"
+        say(
+            to,
+            Text(f"SURVIVED {row.fault.gate}: {row.fault.build.id} ({row.fault.what}) is rejected by {others}", "red"),
+        )
+    for build, case, gate, what in matrix.alarms[:20]:
+        say(to, Text(f"FALSE ALARM {build} on {case}: {gate}: {what}", style=_STYLES["reject"]))
+    skipped = [row for row in matrix.rows if row.skipped is not None]
+    ran = len(matrix.rows) - len(skipped)
+    say(to, f"{sum(row.killed for row in matrix.rows)} of {ran} faults rejected by the gate they name")
+    for row in skipped:
+        say(to, f"skip {row.fault.build.id}: {row.skipped}")
+    say(to)
+    counts = [
+        [rule, *(f"{matrix.missed(rule, random=r)} of {matrix.seen(rule, random=r)}" for r in (False, True))]
+        for rule in _RULES
+    ]
+    table(to, ["rule in common use", "faults let through: same cases", "random data alone"], counts)
+    say(to)
+    if matrix.correct:
+        wrong = len({(build, case) for build, case, _, _ in matrix.alarms})
+        say(
+            to,
+            f"{len(matrix.correct)} correct builds over {matrix.seeds} seeds: "
+            f"{wrong or 'none'} of {matrix.checked} results rejected or inconclusive",
+        )
+
+
+def matrix_document(matrix: Matrix) -> dict[str, Any]:
+    """The kill matrix as one JSON document."""
+    return {
+        "command": "faults",
+        "faults": [
+            {
+                "fault": row.fault.build.id,
+                "kind": row.fault.kind,
+                "what": row.fault.what,
+                "gate": row.fault.gate,
+                "killed": row.killed,
+                "skipped": row.skipped,
+                "cases": row.cases,
+                "first": row.first,
+                "gates": dict(row.gates),
+                "rules": {"all cases": dict(row.caught), "random data": dict(row.random)},
+            }
+            for row in matrix.rows
+        ],
+        "let_through": {
+            rule: {
+                "all cases": [matrix.missed(rule), matrix.seen(rule)],
+                "random data": [matrix.missed(rule, random=True), matrix.seen(rule, random=True)],
+            }
+            for rule in _RULES
+        },
+        "survivors": [row.fault.build.id for row in matrix.survivors],
+        "correct_builds": [build.id for build in matrix.correct],
+        "seeds": matrix.seeds,
+        "checked": matrix.checked,
+        "false_alarms": [dict(zip(("build", "case", "gate", "what"), alarm, strict=True)) for alarm in matrix.alarms],
+        "exit": 1 if matrix.survivors or matrix.alarms else 0,
+    }
+
+
+def _fault_name(row: Row) -> str:
+    return row.fault.build.id.replace("/fault_", "/")
+
+
+def print_bench(rows: Sequence[Mapping[str, Any]], quick: bool, to: Console) -> None:
+    """The ratio table of bench-oracle. A ratio says how many times as fast (quantize) or as costly (wgrad)."""
+    cells = []
+    for row in rows:
+        target = f">= {row['least']:g}" if row.get("least") else f"<= {row['most']:g}" if row.get("most") else ""
+        met = {True: Text("met", style="green"), False: Text("MISSED", style="bold red"), None: Text("-")}[row["met"]]
+        seconds = "-" if row["seconds"] is None else f"{row['seconds'] * 1e3:.1f}"
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        cells.append([row["what"], seconds, ratio, target, met, row["beside"]])
+    columns = ["what", "ms", "ratio", "target", "", "beside"]
+    table(to, columns, cells, columns[1:3])
+    if quick:
+        say(to, "small sizes: no target is judged")
+
+
+def print_timings(timings: Sequence[Timing], case: Case, device: str, to: Console) -> None:
+    """Median and spread of each build, beside the first one; a line for each that has no time."""
+    timed = [t for t in timings if t.refused is None]
+    rows = [
+        [
+            t.build,
+            f"{t.median * 1e3:.3f}",
+            f"{t.low * 1e3:.3f} .. {t.high * 1e3:.3f}",
+            f"{t.best * 1e3:.3f}",
+            str(t.calls),
+            f"{2e-9 * case.n * case.k * case.tokens / t.median:.2f}" if case.tokens else "-",
+            f"{timed[0].median / t.median:.2f}x",
+        ]
+        for t in timed
+    ]
+    if rows:
+        say(to, f"{case.id} on {device}, one thread")
+        columns = ["build", "median ms", "10 % .. 90 %", "best ms", "calls", "GFLOP/s", "speed"]
+        table(to, columns, rows, columns[1:])
+    for t in timings:
+        if t.refused is not None:
+            say(to, Text(f"no time for {t.build}: {t.refused}", style=_STYLES["reject"]))
 
 
 def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:
@@ -169,6 +311,7 @@ def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:
                 "op": build.op,
                 "verdict": verdict.word,
                 "reason": verdict.reason,
+                "terms": list(verdict.terms),
                 "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
                 "first_finding": None
                 if first is None

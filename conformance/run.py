@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -36,9 +36,13 @@ from mxgate.conformance.worker import Child, ChildError, Limits, Stopped
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import Build, registry
 
-STATE = Path(".mxgate")
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
+IDLE = 24  # children kept waiting: more than an op has builds, or every pair would start one
 LARGE = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
+
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -239,16 +243,28 @@ class _Context:
 
 
 class Runner:
-    """Children and case contexts, shared by the threads of one run. Use as a context manager: it leaves no child."""
+    """Children and case contexts, shared by the threads of one run. Use as a context manager: it leaves no child.
 
-    def __init__(self, settings: Settings, stop: threading.Event | None = None) -> None:
+    keep: cases whose operands and answers stay in memory (default: those under way). limits: for single builds, by id.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        stop: threading.Event | None = None,
+        keep: int | None = None,
+        limits: Mapping[str, Limits] | None = None,
+    ) -> None:
         self.settings = settings
+        self._keep = settings.jobs + 1 if keep is None else keep
+        self._limits = limits or {}
         self.stop = stop or threading.Event()
         self._lock = threading.Lock()
         self._idle: list[Child] = []
         self._all: set[Child] = set()
         self._contexts: OrderedDict[str, _Context] = OrderedDict()
         self._hangs: dict[str, int] = defaultdict(int)
+        self._fingerprints: dict[Build, str] = {}
         # One set of threads for the life of the runner: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(settings.jobs)
 
@@ -265,12 +281,14 @@ class Runner:
             self._all.clear()
             self._idle.clear()
 
-    def examine(self, build: Build, case: Case) -> tuple[CaseResult, Evidence | None]:
+    def examine(self, build: Build, case: Case, labels: Sequence[str] = ()) -> tuple[CaseResult, Evidence | None]:
         """Run every launch that the gates need and judge them. The evidence is None where nothing was launched.
 
-        Raises Stopped when the run is being stopped."""
+        labels: of the plan's launches after the base launch only these, if any are given ("" for none at all). Raises
+        Stopped when the run is being stopped.
+        """
         began = time.monotonic()
-        fingerprint = _fingerprint(build)
+        fingerprint = self.fingerprint(build)
 
         def result(
             outcomes: Mapping[str, Outcome], findings: tuple[Finding, ...], skip: str | None = None
@@ -284,6 +302,8 @@ class Runner:
             return result({"contract": Outcome.INCONCLUSIVE}, (Finding("contract", what, inconclusive=True),)), None
         context = self._context(case)
         plan = gates.plan(build, case, self.settings.tier)
+        if labels:
+            plan = plan[:1] + tuple(spec for spec in plan[1:] if spec.label in labels)
         base = context.operands(plan[0].variant)
         try:
             launches = self._launch(build, context, plan)
@@ -309,18 +329,24 @@ class Runner:
         outcomes = {gate: outcome for gate, outcome in outcomes.items() if gate in only}
         return result(outcomes, tuple(f for f in findings if f.gate in only)), evidence
 
-    def each(self, pairs: Iterable[tuple[Build, Case]]) -> Iterator[tuple[Build, Case, CaseResult, Evidence | None]]:
-        """Examine the pairs on settings.jobs threads, yielding each when it is done."""
-        pending: dict[Future[tuple[CaseResult, Evidence | None]], tuple[Build, Case]] = {}
-        remaining = iter(pairs)
+    def each(self, work: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[tuple[Item, Found]]:
+        """work(item) on settings.jobs threads, yielding each as it is done. An exception in one ends them all."""
+        pending: dict[Future[Found], Item] = {}
+        remaining = iter(items)
         while True:
-            # A short queue: the evidence of a finished pair is dropped before more of it piles up.
-            while len(pending) < self.settings.jobs and (pair := next(remaining, None)) is not None:
-                pending[self._threads.submit(self.examine, *pair)] = pair
+            # A short queue: what a finished item holds is dropped before more of it piles up.
+            while len(pending) < self.settings.jobs and (item := next(remaining, None)) is not None:
+                pending[self._threads.submit(work, item)] = item
             if not pending:
                 return
             for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                yield *pending.pop(future), *future.result()
+                yield pending.pop(future), future.result()
+
+    def fingerprint(self, build: Build) -> str:
+        """The build's fingerprint when it was first asked for."""
+        if build not in self._fingerprints:
+            self._fingerprints[build] = build.fingerprint()
+        return self._fingerprints[build]
 
     def given_up(self, result: CaseResult) -> bool:
         """True for a case that was not run because of earlier hangs: such a result is not kept."""
@@ -369,7 +395,7 @@ class Runner:
             if case.id not in self._contexts:
                 self._contexts[case.id] = _Context(case)
             self._contexts.move_to_end(case.id)
-            while len(self._contexts) > self.settings.jobs + 1:
+            while len(self._contexts) > self._keep:
                 self._contexts.popitem(last=False)
             return self._contexts[case.id]
 
@@ -382,7 +408,7 @@ class Runner:
                 if child.build == build and child.alive:
                     self._idle.remove(child)
                     return child
-        child = Child(build, self.settings.limits, self.stop)
+        child = Child(build, self._limits.get(build.id, self.settings.limits), self.stop)
         with self._lock:
             self._all.add(child)
         return child
@@ -392,7 +418,7 @@ class Runner:
             if keep and child.alive:
                 self._idle.append(child)
             spare = [] if keep and child.alive else [child]
-            while len(self._idle) > max(8, 2 * self.settings.jobs):
+            while len(self._idle) > IDLE:
                 spare.append(self._idle.pop(0))
             self._all.difference_update(spare)
         for one in spare:
@@ -401,11 +427,6 @@ class Runner:
 
 class _Declined(Exception):
     """The callable takes no keyword that the case needs."""
-
-
-@functools.cache
-def _fingerprint(build: Build) -> str:
-    return build.fingerprint()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -466,17 +487,17 @@ def run(
     journal = Journal(out) if out is not None else None
     stamp = settings.stamp
     pairs = [(b, c) for c in order(cases) for b in builds if b.op == c.op]
-    i, n = settings.shard
-    mine = [pair for index, pair in enumerate(pairs) if index % n == i - 1]
+    mine = [pair for pair in pairs if _in_shard(pair, builds, cases, settings.shard)]
     earlier = journal.earlier if journal is not None and not settings.fresh else {}
     known: dict[tuple[str, str], CaseResult] = {}
-    for b, c in pairs:
-        if (old := earlier.get((b.id, _fingerprint(b), c.id, stamp))) is not None:
-            known[b.id, c.id] = old
-    todo = [(b, c) for b, c in mine if (b.id, c.id) not in known]
     try:
         with Runner(settings, stop) as runner:
-            for number, (_, _, result, _) in enumerate(runner.each(todo), 1):
+            for b, c in pairs:
+                if (old := earlier.get((b.id, runner.fingerprint(b), c.id, stamp))) is not None:
+                    known[b.id, c.id] = old
+            todo = [(b, c) for b, c in mine if (b.id, c.id) not in known]
+            judged = runner.each(lambda pair: runner.examine(*pair)[0], todo)
+            for number, (_, result) in enumerate(judged, 1):
                 known[result.build, result.case] = result
                 if journal is not None and not runner.given_up(result):
                     journal.append(result, stamp)
@@ -494,6 +515,11 @@ def run(
         seconds=time.monotonic() - began,
         warnings=tuple(journal.strange) if journal is not None else (),
     )
+
+
+def _in_shard(pair: tuple[Build, Case], builds: Sequence[Build], cases: Sequence[Case], shard: tuple[int, int]) -> bool:
+    """A Latin square: each shard gets its part of every build's cases and of every case's builds."""
+    return (builds.index(pair[0]) + cases.index(pair[1])) % shard[1] == shard[0] - 1
 
 
 def summarise(
@@ -514,7 +540,7 @@ def summarise(
             lacking[b.id] += 1
     verdicts = []
     for b in builds:
-        verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None)
+        verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None, terms=b.terms())
         if lacking[b.id] and verdict.word != "reject":
             verdict = replace(verdict, word="inconclusive", reason=f"{lacking[b.id]} cases have no result yet")
         verdicts.append(verdict)

@@ -85,6 +85,10 @@ def exits(x, x_scales, w, w_scales, offsets):
 def exits_hard(x, x_scales, w, w_scales, offsets):
     os._exit(0)
 
+def aborts(x, x_scales, w, w_scales, offsets):
+    print("wave 3: out of registers", file=sys.stderr)
+    os.abort()
+
 def hangs(x, x_scales, w, w_scales, offsets):
     time.sleep(600)
 
@@ -194,6 +198,7 @@ def test_answers_are_copies_of_what_the_build_returned(start: Start) -> None:
         ("writes_past", "killed by SIG(SEGV|BUS) at "),
         ("raises", r"raised IndexError at mine.py:\d+: tile 3 of 2"),
         ("exits", r"raised SystemExit at mine.py:\d+: 0"),
+        ("aborts", r"killed by SIGABRT at mine.py:\d+, saying 'wave 3: out of registers'"),
         ("exits_hard", "ended its process with status 0 instead of answering"),
         ("closes", "closed its channel to the runner"),
         ("returns_list", "returned a list, expected a NumPy array"),

@@ -83,16 +83,22 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A build's verdict. gates: the worst outcome of each gate over all cases. reason: one phrase for the table."""
+    """A build's verdict. gates: the worst outcome of each gate over all cases. reason: one phrase for the table.
+
+    terms: where the build was held to other terms than the contract's own (Build.terms).
+    """
 
     build: str
     word: str  # "accept" | "reject" | "inconclusive" | "skip"
     gates: Mapping[str, Outcome]
     reason: str
+    terms: tuple[str, ...] = ()
 
 
-def judge(build: str, op: str, results: Iterable[CaseResult], *, replaces: bool = False) -> Verdict:
-    """Add up a build's results on every case of a tier (shape: any number; none gives Inconclusive)."""
+def judge(
+    build: str, op: str, results: Iterable[CaseResult], *, replaces: bool = False, terms: tuple[str, ...] = ()
+) -> Verdict:
+    """Add up a build's results on every case of a tier (any number of them; none gives Inconclusive)."""
     results = tuple(results)
     ran = [r for r in results if r.skipped is None]
     if results and not ran:
@@ -111,4 +117,4 @@ def judge(build: str, op: str, results: Iterable[CaseResult], *, replaces: bool 
     unsure = [g for g in GATES if gates[g] is Outcome.INCONCLUSIVE or (g in needed and gates[g] is not Outcome.PASS)]
     if unsure:
         return Verdict(build, "inconclusive", gates, f"{', '.join(unsure)} did not run to a conclusion")
-    return Verdict(build, "accept", gates, f"{len(ran)} cases, {len(needed)} gates")
+    return Verdict(build, "accept", gates, f"{len(ran)} cases, {len(needed)} gates", terms)

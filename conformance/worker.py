@@ -115,7 +115,7 @@ class Child:
 
     def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
         self.build, self.limits, self.stop = build, limits, stop or threading.Event()
-        self.served = 0
+        self._closed = False
         self._case = ""
         self._known: set[str] = set()
         self._tail = b""
@@ -143,7 +143,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None and self._socket.fileno() >= 0
+        return not self._closed and self._process.poll() is None
 
     def launch(self, case: Case, spec: LaunchSpec, operands: Operands) -> Launch:
         """Call the build once. Never raises for anything that the build does; Stopped when the run is stopped."""
@@ -163,7 +163,6 @@ class Child:
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
         except ChildError as error:
             return Launch(spec, str(error), (), "")
-        self.served += 1
         if "error" in reply:
             return Launch(spec, str(reply["error"]), (), "")
         output = tuple(
@@ -195,11 +194,15 @@ class Child:
 
     def printed(self) -> str:
         """The end of what the build has printed."""
-        self._drain()
+        if not self._closed:
+            self._drain()
         return self._tail.decode(errors="replace")
 
     def close(self) -> None:
-        """Kill the whole session and wait for the child."""
+        """Kill the whole session and wait for the child. Once is enough: the number may be another process's later."""
+        if self._closed:
+            return
+        self._closed = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -235,7 +238,7 @@ class Child:
     def _ask(
         self, header: Mapping[str, Any], blobs: Sequence[Array], seconds: float, most: int = 0
     ) -> tuple[dict[str, Any], list[Array]]:
-        if self._socket.fileno() < 0:
+        if self._closed:
             raise ChildError("had already ended")
         try:
             _send(self._socket, header, blobs)
@@ -299,24 +302,31 @@ class Child:
             self.close()
             return "closed its channel to the runner"
         self.close()
-        last = self._tail.decode(errors="replace")
-        if status < 0:
-            with contextlib.suppress(ValueError):
-                return f"killed by {signal.Signals(-status).name}{_crash_site(last)}"
-            return f"killed by signal {-status}"
         if status == _CLOSED:
             return "closed its channel to the runner"
-        return f"ended its process with status {status} instead of answering"
+        printed = self._tail.decode(errors="replace")
+        if status >= 0:
+            return f"ended its process with status {status} instead of answering{_last_words(printed)}"
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-status).name}{_crash_site(printed)}{_last_words(printed)}"
+        return f"killed by signal {-status}"
 
 
 def _crash_site(printed: str) -> str:
-    """Where the fault handler says that the child was, as " at mine.py:12", or the last line that was printed."""
+    """Where the fault handler says that the build was, as " at mine.py:12"."""
     _, _, trace = printed.partition("most recent call first):")
     for line in trace.splitlines():
         if 'File "' in line and "conformance/worker.py" not in line:
             path, _, rest = line.partition('File "')[2].partition('", line ')
             return f" at {os.path.basename(path)}:{rest.split()[0]}"
     return ""
+
+
+def _last_words(printed: str) -> str:
+    """The last line that the build printed itself, as ", saying 'out of registers'"."""
+    said = printed.partition("Fatal Python error:")[0].split("\n")
+    last = next((line.strip() for line in reversed(said) if line.strip()), "")
+    return f", saying {last[:120]!r}" if last else ""
 
 
 def _result(case: Case, operands: Operands) -> tuple[tuple[int, ...], str]:

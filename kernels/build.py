@@ -49,6 +49,9 @@ OPS: Mapping[str, Op] = MappingProxyType(
 )
 
 
+BLOCK = 32  # tokens under one scale: what every wgrad group is a multiple of
+
+
 class CaseLike(Protocol):
     """What a build needs to know of a case in order to decline it."""
 
@@ -76,6 +79,8 @@ class Build:
     group_alignment: every group size must be a multiple of this many tokens.
     accumulator: the row of mxgate.oracle.ACCUMULATORS it claims.
     tail: what it does with rows past the last offset: "zero", "untouched" or "undefined" (wgrad has no such rows).
+    nan_reach: tokens within which a NaN or infinity of a neighbouring group may spoil an expert's gradient; 0 for not
+        at all. A wgrad kernel that masks its window by scales alone has the length of its window here.
     requires: importable modules without which it is skipped. profile: what a quantize build follows.
     replaces: the id of the build whose bytes it must reproduce (the lineage gate).
     sources: further files in the fingerprint, as module names or paths.
@@ -91,6 +96,7 @@ class Build:
     group_alignment: int = 1
     accumulator: str = "fp32-any-order"
     tail: str = "zero"
+    nan_reach: int = 0
     device: str = "cpu"
     requires: tuple[str, ...] = ()
     profile: str = "ocp"
@@ -111,6 +117,17 @@ class Build:
     def id(self) -> str:
         """The readable, unique name: "wgrad/numpy_windowed"."""
         return f"{self.op}/{self.name}"
+
+    def terms(self) -> tuple[str, ...]:
+        """Where this build asks for other terms than the contract's own, in words: an accept is on these terms."""
+        asked = (
+            (self.accumulator != "fp32-any-order", f"accumulator {self.accumulator}"),
+            (self.tail != "zero", f"rows past the last offset are {self.tail}"),
+            (self.nan_reach > 0, f"a NaN may spoil the gradient of experts within {self.nan_reach} tokens"),
+            (self.group_alignment > (BLOCK if self.op == "wgrad" else 1), f"groups of {self.group_alignment} tokens"),
+            (self.profile != "ocp", f"profile {self.profile}"),
+        )
+        return tuple(words for applies, words in asked if applies)
 
     def missing(self) -> str | None:
         """The first required module that is not installed, or None."""
@@ -204,7 +221,7 @@ def outside(op: str, target: str) -> Build:
         name=f"{source.stem}.{attribute}",
         op=op,
         target=f"{resolved}:{attribute}",
-        group_alignment=32 if op == "wgrad" else 1,
+        group_alignment=BLOCK if op == "wgrad" else 1,
     )
 
 

@@ -4,9 +4,9 @@ The group boundaries cut the contraction, so a block walks a window of whole 128
 more. What is not the group's is removed by the scales: both operands' bytes become 0x00 (2^-127), and a product with
 2^-254 in it is zero in float32. That takes finite data, so the padding is zeroed in place before anything runs.
 
-In one place the build goes beyond the shipped kernel. There the tokens of neighbouring groups are taken to be finite: a
-NaN among them meets a scale of 2^-127 and stays a NaN, in the gradient of an expert that never saw it. The contract has
-a NaN go nowhere else, so `wgrad` blanks the data of foreign sub-blocks too; SHIPPED is the model without that.
+It takes finite data in the neighbouring groups too: a NaN among their tokens meets a scale of 2^-127 and stays a NaN,
+in the gradient of an expert that never saw it. The contract's own terms have a NaN go nowhere else, so these builds
+state theirs (NAN_REACH), and every accept of them says so.
 
 Every decision is a small pure function, and Model is the table of them: a kernel in another language can be compared
 with it function by function, its ancestors are the same table with other entries, and so are wrong kernels.
@@ -32,6 +32,7 @@ Span = tuple[int, int]
 TILE = 256  # rows and columns of an output tile
 STEP = 128  # tokens one scaled matrix instruction contracts
 BASE = 256  # alignment of the widest scale load: eight bytes, one for each 32 tokens
+NAN_REACH = 512  # tokens a window may hold before its group, or after it: the base, two steps, four at least
 UNRANKED = 1024  # from this many blocks on, imbalance averages out and ranking costs more than it gains
 
 
@@ -71,16 +72,6 @@ def inside(first: NDArray[np.int64], start: int, end: int) -> Bool:
 def mask(scales: NDArray[np.uint8], keep: Bool) -> NDArray[np.uint8]:
     """Scale bytes [rows, sub-blocks] with 0x00 wherever a sub-block is not the group's."""
     return np.where(keep, scales, np.uint8(0))
-
-
-def as_loaded(codes: NDArray[np.uint8], keep: Bool) -> NDArray[np.uint8]:
-    """Element bytes [rows, tokens] untouched: the mask rides on the scales alone."""
-    return codes
-
-
-def blank(codes: NDArray[np.uint8], keep: Bool) -> NDArray[np.uint8]:
-    """Element bytes [rows, tokens] with 0x00 wherever a sub-block is not the group's: a NaN there is nobody's."""
-    return np.where(np.repeat(keep, BLOCK), codes, np.uint8(0))
 
 
 def longest_first(groups: Sequence[Span], blocks: int) -> list[int]:
@@ -150,7 +141,6 @@ class Model:
     inside: Callable[[NDArray[np.int64], int, int], Bool] = inside
     mask_a: Callable[[NDArray[np.uint8], Bool], NDArray[np.uint8]] = mask
     mask_b: Callable[[NDArray[np.uint8], Bool], NDArray[np.uint8]] = mask
-    mask_data: Callable[[NDArray[np.uint8], Bool], NDArray[np.uint8]] = as_loaded
     order: Callable[[Sequence[Span], int], list[int]] = longest_first
     tile: Callable[[int, int, int], tuple[int, int]] = supertile
     clear: Callable[[Array, Array, int], None] = clear_padding
@@ -162,8 +152,7 @@ class Model:
 
 
 SHIPPED = Model()
-WINDOWED = replace(SHIPPED, mask_data=blank)
-PLAIN = replace(WINDOWED, order=by_index, tile=row_major)
+PLAIN = replace(SHIPPED, order=by_index, tile=row_major)
 
 
 def run(
@@ -207,7 +196,7 @@ def _block(model: Model, a: tuple[Array, Array, Span], b: tuple[Array, Array, Sp
         mine = keep[step * STEP // BLOCK : (step + 1) * STEP // BLOCK]
         pieces = []
         for (elements, scales, rows), masked in ((a, model.mask_a), (b, model.mask_b)):
-            data = model.mask_data(model.load_data(elements, rows, (low, low + STEP)), mine).view(elements.dtype)
+            data = model.load_data(elements, rows, (low, low + STEP)).view(elements.dtype)
             byte = masked(model.load_scales(scales, rows, (low // BLOCK, (low + STEP) // BLOCK)), mine)
             pieces.append(real(data, byte, 1))
         acc = model.step(acc, *pieces)
@@ -225,7 +214,7 @@ def wgrad(
     out_dtype: DTypeLike | None = None,
 ) -> Array:
     """dW [E,N,K]: longest group first, tiles in 2 x 2 squares, narrowed in the register. Operands as in run."""
-    return run(WINDOWED, dy_t, dy_scales, x_t, x_scales, offsets, out, out_dtype)
+    return run(SHIPPED, dy_t, dy_scales, x_t, x_scales, offsets, out, out_dtype)
 
 
 def wgrad_plain(
@@ -249,6 +238,7 @@ _WGRAD: dict[str, Any] = {
     "op": "wgrad",
     "group_alignment": BLOCK,
     "accumulator": "mfma-scale-128",
+    "nan_reach": NAN_REACH,
     "out_dtypes": ("bfloat16", "float16", "float32"),
     "sources": ("mxgate.kernels.numpy_reference", "mxgate.oracle.formats", "mxgate.oracle.groups"),
 }

@@ -103,9 +103,17 @@ def test_masking_one_operand_is_not_enough(make: Any) -> None:
     assert windowed.run(one, *args).tobytes() != expected
 
 
-def test_a_neighbours_nan_stays_the_neighbours(make: Any) -> None:
-    args = make("wgrad", (32, 32), n=32, k=32)
+def test_a_neighbours_nan_is_within_reach(make: Any) -> None:
+    """A mask of scales alone lets it through, as far as the window of the group goes and no further."""
+    args = make("wgrad", (32, 32, 512, 32), n=32, k=32)
     args[0].view(np.uint8)[5, 40] = 0x7F
-    assert np.isnan(windowed.run(windowed.SHIPPED, *args)[0, 5].astype(np.float32)).all()
     out = windowed.wgrad(*args).astype(np.float32)
-    assert np.isfinite(out[0]).all() and np.isnan(out[1, 5]).all() and np.isnan(out[1]).sum() == 32
+    assert np.isnan(out[:3, 5]).all() and np.isnan(out).sum() == 3 * 32
+
+
+def test_no_window_is_longer_than_its_reach() -> None:
+    for start in range(0, 768, 32):
+        for size in range(32, 1600, 32):
+            span = windowed.window(start, start + size)
+            assert start - span.base < windowed.NAN_REACH
+            assert span.base + span.tokens - (start + size) < windowed.NAN_REACH

@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 from mxgate.kernels import parts as p
 from mxgate.kernels.build import Build
 from mxgate.kernels.numpy_reference import BLOCK
-from mxgate.kernels.parts import F64, I64, Array, Call, Kernel, Parts, kernel
+from mxgate.kernels.parts import F64, Array, Call, Kernel, Parts, kernel
 
 F32 = NDArray[np.float32]
 GEMMS = ("forward", "dgrad", "wgrad")
@@ -80,22 +80,34 @@ def truncating(step: int, fraction_bits: int) -> Callable[[F64, F64], Array]:
     """A tensor core that aligns `step` products and the accumulator to the largest of them, keeps `fraction_bits` below
     its leading bit, cuts off the rest, and cuts the sum to float32."""
 
-    def cut(x: F64, quantum: I64) -> F64:
-        return np.ldexp(np.trunc(np.ldexp(x, -quantum)), quantum)
-
-    def dot(a: F64, b: F64) -> Array:
+    def rows_dot(a: F64, b: F64) -> Array:
         acc = np.zeros((a.shape[0], b.shape[0]))
-        with np.errstate(all="ignore"):
-            for start in range(0, a.shape[1], step):
-                t = slice(start, start + step)
-                addends = np.concatenate([acc[..., None], a[:, None, t] * b[None, :, t]], axis=2)
-                leading = np.frexp(np.abs(addends).max(axis=2))[1] - 1
-                whole = np.isfinite(addends).all(axis=2)
-                total = cut(addends, (leading - fraction_bits)[..., None]).sum(axis=2)
-                acc = np.where(whole, cut(total, np.frexp(total)[1] - 24), addends.sum(axis=2))
+        for start in range(0, a.shape[1], step):
+            t = slice(start, start + step)
+            products = a[:, None, t] * b[None, :, t]
+            largest = np.maximum(np.abs(products).max(axis=2), np.abs(acc))  # NaN and infinity come through
+            units = np.ldexp(1.0, fraction_bits + 1 - np.frexp(largest)[1])
+            finite = np.isfinite(largest)
+            plain = acc if finite.all() else products.sum(axis=2) + acc
+            products *= units[..., None]
+            kept = np.trunc(products, out=products).sum(axis=2) + np.trunc(acc * units)
+            acc = np.where(finite, to_24_bits(kept / units), plain)
         return acc
 
+    def dot(a: F64, b: F64) -> Array:
+        rows = max(1, (1 << 16) // max(1, b.shape[0] * step))  # as many as the cache holds products of
+        with np.errstate(all="ignore"):
+            pieces = [rows_dot(a[i : i + rows], b) for i in range(0, a.shape[0], rows)]
+        return np.concatenate([np.zeros((0, b.shape[0])), *pieces])
+
     return dot
+
+
+def to_24_bits(x: F64) -> F64:
+    """float64 cut to float32's 24 significant bits."""
+    units = np.ldexp(1.0, 24 - np.frexp(x)[1])
+    cut: F64 = np.trunc(x * units) / units
+    return cut
 
 
 def leave_tail(out: Array, call: Call) -> None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 F64 = NDArray[np.float64]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BLOCK = 32  # products under one pair of scales
 OUT_DTYPES = (BFLOAT16, np.dtype(np.float16), np.dtype(np.float32))
 
 # Rounding errors to nearest behave like independent ones of mean zero, so r of them reach LAMBDA sqrt(r) units
@@ -59,7 +60,8 @@ class Accumulator:
         n = np.asarray(terms, np.float64)
         if self.step == 1:  # the first product is exact: it has at most 8 significant bits
             return np.maximum(n - 1, 0)
-        return np.ceil(n / self.step)
+        # A group starts at any scale block and a kernel's steps do not: a step may be cut at both ends.
+        return np.where(n > 0, np.ceil((n + max(self.step - BLOCK, 0)) / self.step), 0)
 
     def coefficient(self, terms: NDArray[Any]) -> F64:
         """c(n) for an integer array of term counts, float64 of the same shape.
@@ -170,6 +172,7 @@ def outside(out: NDArray[Any], lo: F64, hi: F64) -> NDArray[np.bool_]:
     """
     if not out.shape == lo.shape == hi.shape:
         raise ValueError(f"output has shape {out.shape}; expected {lo.shape}, as its interval")
-    x = out.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is one of the things to find
+        x = out.astype(np.float64)
     inside = ((x >= lo) & (x <= hi)) | (np.isnan(x) & np.isnan(lo) & np.isnan(hi))
     return np.asarray(~inside)

@@ -19,7 +19,7 @@ from .groups import Offsets, check_offsets, spans
 from .quantize import MXArray
 
 # Scratch memory follows the operands' size: operands + scratch + output stays below three operands + output.
-WORK = (1 << 25, 1 << 30)
+WORK = (1 << 25, 1 << 31)
 
 Rows = tuple[slice, Operand, Operand]
 
@@ -156,7 +156,7 @@ class Answer:
 def answer(checked: Problem) -> Answer:
     """The exact answer of a checked problem, one expert at a time."""
     value, magnitude = np.zeros(checked.shape), np.zeros(checked.shape)
-    work = int(np.clip(checked.a.elements.size + checked.b.elements.size, *WORK))
+    work = int(np.clip(1.8 * (checked.a.elements.size + checked.b.elements.size), *WORK))
     for index, a, b in checked.groups():
         product(a, b, value[index], magnitude[index], work)
     return Answer(value, magnitude, checked.terms, checked)

@@ -359,6 +359,28 @@ def test_an_odd_scale_or_zero_block_at_each_of_four_neighbours() -> None:
             assert np.array_equal(mx.codes()[0, 32 * place : 32 * place + 32], alone.codes())
 
 
+def test_every_neighbouring_row_and_block_has_its_own_exponent() -> None:
+    """A scale read from the next row, block or lane is another power of two here: no two neighbours share one."""
+    row, block = np.indices((64, 8))
+    power = (7 * row + 3 * block) % 61 - 30
+    x = np.repeat(np.exp2(power.astype(np.float64)), 32, axis=1).astype(np.float32)
+    for axis, given in ((1, x), (0, x.T)):
+        mx = quantize(given, axis=axis)
+        scales = mx.scale_codes() if axis == 1 else mx.scale_codes().T
+        assert np.array_equal(scales, power + 119) and (mx.codes() == 0x78).all()
+        assert np.array_equal(dequantize(mx, np.float32), given)
+
+
+@pytest.mark.parametrize("profile", list(PROFILES))
+def test_doubling_the_input_doubles_the_scales_and_nothing_else(profile: str) -> None:
+    """Scales that are never applied were shipped: with twice the scales the values are twice as large."""
+    x = np.random.default_rng(12).normal(size=(32, 64)).astype(np.float32)
+    once, twice = (quantize(factor * x, axis=1, profile=profile) for factor in (np.float32(1), np.float32(2)))
+    assert np.array_equal(twice.scale_codes(), once.scale_codes() + 1)
+    assert np.array_equal(twice.codes(), once.codes())
+    assert np.array_equal(dequantize(twice, np.float64), 2 * dequantize(once, np.float64))
+
+
 @each_format
 def test_zero_blocks_keep_their_signs(name: str) -> None:
     x = np.array([0.0, -0.0] * 16, np.float32)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from mxgate.oracle import FORMATS, PROFILES, SCALE_RULES, MXArray, Profile, dequantize, quantize
+from mxgate.oracle import FORMATS, PROFILES, SCALE_RULES, Format, MXArray, Profile, dequantize, quantize
 from mxgate.oracle.scales import block_bytes, profile_for
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -40,9 +40,8 @@ PEERS = {
 TORCHAO_RELEASE = [name for name in PROFILES if name.startswith("torchao-0.18-")]
 
 
-def byte_of(rule: str, steps: int, name: str) -> int:
+def byte_of(rule: str, steps: int, row: Format) -> int:
     """A rule's byte for a maximum of `steps` * 2^-149, from what the rule means rather than from float32 fields."""
-    row = FORMATS[name]
     exponent = steps.bit_length() - 150
     if rule == "ceil" and steps & (steps - 1):
         exponent += 1  # not a power of two
@@ -52,10 +51,12 @@ def byte_of(rule: str, steps: int, name: str) -> int:
             exponent = ((steps + (1 << (dropped - 1))) >> dropped).bit_length() + dropped - 150
     lowest = exponent - row.emax
     if rule in ("rceil", "r175"):  # the least scale under which it stays within, or below, the largest value
-        largest = int(row.max_finite * 4) if rule == "rceil" else 7 << row.emax
+        # In units of 2^(emax - 5), of which every format's largest value is a whole number.
+        largest = int(row.max_finite / 2.0 ** (row.emax - 5)) if rule == "rceil" else 56
         lowest -= 1
         while True:
-            value, limit = steps << 2 + max(-149 - lowest, 0), largest << max(149 + lowest, 0)
+            place = 149 + lowest + row.emax - 5
+            value, limit = steps << max(-place, 0), largest << max(place, 0)
             if value < limit or (rule == "rceil" and value == limit):
                 break
             lowest += 1
@@ -91,9 +92,20 @@ def test_rules_on_every_bfloat16_maximum_and_float32_threshold(rule: str, name: 
     bits = np.concatenate([FINITE_BF16[1:].astype(np.uint32) << 16, THRESHOLDS])
     plain = Profile(rule, "", rule, tuple(FORMATS))
     got = block_bytes(bits, plain, FORMATS[name])
-    want = np.array([byte_of(rule, steps_of(b), name) for b in bits.tolist()])
+    want = np.array([byte_of(rule, steps_of(b), FORMATS[name]) for b in bits.tolist()])
     wrong = np.flatnonzero(got != want)
     assert wrong.size == 0, [(hex(bits[i]), int(got[i]), int(want[i])) for i in wrong[:20]]
+
+
+@pytest.mark.parametrize("rule", list(SCALE_RULES))
+def test_rules_on_subnormal_maxima_as_a_smaller_format_would_show_them(rule: str) -> None:
+    """Every real format clamps a subnormal maximum to byte 0; one with its values 2^60 times smaller does not."""
+    for row in FORMATS.values():
+        small = dataclasses.replace(row, emax=row.emax - 60, max_finite=row.max_finite * 2.0**-60)
+        bits = THRESHOLDS[THRESHOLDS < 0x02000000]
+        got = block_bytes(bits, Profile(rule, "", rule, tuple(FORMATS)), small)
+        assert got.tolist() == [byte_of(rule, steps_of(b), small) for b in bits.tolist()]
+        assert len(np.unique(got[bits < 0x800000])) > 20
 
 
 def block_of(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -205,7 +217,7 @@ def test_profiles_follow_their_rule_on_every_finite_bfloat16_maximum(profile: st
         for sweep in list(SWEEPS)[:2]:
             mx = quantize(SWEEPS[sweep], axis=1, format=format, profile=profile)
             bits = FINITE_BF16.astype(np.int64) << 16
-            want = np.array([0] + [byte_of(rules.rule, steps_of(b), format) for b in bits[1:].tolist()])
+            want = np.array([0] + [byte_of(rules.rule, steps_of(b), FORMATS[format]) for b in bits[1:].tolist()])
             want = BYTES.get(profile, lambda byte, bits: byte)(want, bits)
             assert np.array_equal(mx.scale_codes()[:, 0], want), sweep
 

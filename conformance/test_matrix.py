@@ -1,0 +1,70 @@
+"""`mxgate faults` counts right: what a gate kills, what survives, and what is no fault at all.
+
+That every fault is killed is for `mxgate faults` itself to show; here a few stand for all.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mxgate.conformance import report
+from mxgate.conformance.__main__ import main
+from mxgate.conformance.matrix import RANDOM, kill_matrix
+from mxgate.conformance.rules import RULES
+from mxgate.conformance.run import Settings
+from mxgate.conformance.verdict import GATES
+from mxgate.conformance.worker import Limits
+from mxgate.kernels import faults
+from mxgate.kernels.build import registry
+
+BY_ID = {fault.build.id: fault for fault in faults.FAULTS}
+SUBTLE = BY_ID["wgrad/fault_one_ulp"]
+SETTINGS = Settings(jobs=2, limits=Limits(30.0, 4.0))
+
+
+def test_a_subtle_fault_dies_and_the_common_rules_miss_it() -> None:
+    matrix = kill_matrix([SUBTLE], [], 1, SETTINGS, lambda done, total, at: None)
+    (row,) = matrix.rows
+    assert row.killed and matrix.survivors == () and row.first is not None and row.cases > 20
+    assert row.gates["exact"] >= 1 and set(row.gates) == set(GATES)
+    assert set(row.caught) == set(RULES)
+    assert all(matrix.missed(rule, random=True) == 1 == matrix.seen(rule, random=True) for rule in RULES)
+
+
+def test_a_fault_that_another_gate_rejects_has_survived() -> None:
+    misnamed = replace(SUBTLE, gate="reproducible")
+    matrix = kill_matrix([misnamed], [], 1, SETTINGS, lambda done, total, at: None)
+    assert matrix.survivors == matrix.rows and matrix.rows[0].gates["exact"] >= 1
+    assert report.matrix_document(matrix)["exit"] == 1
+
+
+def test_a_rejected_correct_build_is_an_alarm_and_a_right_one_is_none() -> None:
+    right = registry()["quantize/numpy_reference"]
+    wrong = BY_ID["quantize/fault_log2"].build
+    matrix = kill_matrix([], [right, wrong], 2, SETTINGS, lambda done, total, at: None)
+    assert {build for build, *_ in matrix.alarms} == {wrong.id}
+    assert all(case.endswith(("@1", "@2")) for _, case, _, _ in matrix.alarms)
+    assert matrix.checked > 60
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--fault", "quantize/log2", "--fault", "dgrad/transposed_result"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 faults rejected by the gate they name" in out and "random data alone" in out
+    assert all(len(line.rstrip()) <= 100 for line in out.splitlines())
+    misnamed = replace(BY_ID["quantize/fault_log2"], gate="special")
+    monkeypatch.setattr(faults, "FAULTS", (misnamed,))
+    assert main(["faults", "--fault", "log2", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["survivors"] == ["quantize/fault_log2"] and document["faults"][0]["gates"]["exact"] > 0
+    assert main(["faults", "--fault", "log3"]) == 2
+    assert "no fault named 'log3'" in capsys.readouterr().err
+
+
+def test_random_families_exist() -> None:
+    from mxgate.conformance import data
+
+    assert set(RANDOM) <= {case.family for case in data.cases(None, "smoke")}

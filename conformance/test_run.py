@@ -1,0 +1,591 @@
+"""The command from end to end, on few cases: verdicts, exit codes, files, resuming, and what bad input gets.
+
+The gates themselves are tested elsewhere; here a build's verdict only has to arrive. Not covered: a machine that loses
+power between two lines (a kill is), and more than two runs writing into one folder at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from mxgate.conformance import certificate, data, report
+from mxgate.conformance.__main__ import main
+from mxgate.conformance.run import Journal, code_version, from_line, read_results, to_line
+from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome
+
+SOURCE = """
+import os, sys, time
+import numpy as np
+import ml_dtypes
+
+def real(values, scales, start, end):
+    codes = scales.view(np.uint8)[:, start // 32:end // 32].astype(int)
+    codes = np.repeat(codes, 32, axis=1)
+    return np.where(codes == 255, np.nan, np.ldexp(values[:, start:end].astype(np.float64), codes - 127))
+
+def wgrad(dy_t, dy_scales, x_t, x_scales, offsets):
+    out = np.zeros((len(offsets), dy_t.shape[0], x_t.shape[0]), ml_dtypes.bfloat16)
+    start = 0
+    for g, end in enumerate(offsets):
+        a, b = real(dy_t, dy_scales, start, end), real(x_t, x_scales, start, end)
+        out[g] = (a @ b.T).astype(np.float32).astype(ml_dtypes.bfloat16)
+        start = end
+    return out
+
+def neighbour(dy_t, dy_scales, x_t, x_scales, offsets):
+    return wgrad(dy_t, np.roll(dy_scales, 1, axis=1), x_t, x_scales, offsets)
+
+def crash(*operands):
+    os.kill(os.getpid(), 11)
+
+def hang(*operands):
+    time.sleep(600)
+
+def eat(*operands):
+    kept = []
+    while True:
+        kept.append(np.ones(1 << 22))
+
+def past(dy_t, dy_scales, x_t, x_scales, offsets):
+    import ctypes
+    ctypes.memset(offsets.ctypes.data, 0, offsets.nbytes + 64)
+
+def leave(*operands):
+    sys.exit(0)
+
+def fork(*operands):
+    os.fork()
+    return wgrad(*operands)
+
+def talk(*operands):
+    print("x" * 100_000)
+    return wgrad(*operands)
+
+def slow(*operands):
+    time.sleep(0.02)
+    return wgrad(*operands)
+"""
+FEW = ("--case", "wgrad/64x96/empties/signature", "--case", "wgrad/64x96/shift32/special")
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("builds") / "mine.py"
+    path.write_text(textwrap.dedent(SOURCE))
+    return path
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Run the command in an empty folder: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(word) for word in words])
+        got = capsys.readouterr()
+        return code, got.out, got.err
+
+    return run
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Verdicts
+
+
+def test_a_right_build_from_outside_is_accepted(say: Say, source: Path, tmp_path: Path) -> None:
+    code, out, err = say("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW)
+    assert code == 0, out + err
+    assert err == "" and "1 accepted (smoke tier): 2 results" in out
+    assert all(len(line.rstrip()) <= 100 for line in out.splitlines())
+    assert "\x1b" not in out
+    held = certificate.read(tmp_path / ".mxgate/certificates/wgrad-mine.wgrad.json")
+    assert held.cases == tuple(sorted(FEW[1::2])) and held.code == code_version()
+
+
+def test_a_wrong_build_is_rejected_with_a_first_screen(say: Say, source: Path, tmp_path: Path) -> None:
+    code, out, _ = say("run", "--build", f"{source}:wgrad", "--op", "wgrad", "--build", f"{source}:neighbour", *FEW)
+    assert code == 1
+    assert "REJECT wgrad/mine.neighbour: " in out and "expert " in out and "expected 0x" in out
+    assert "next: mxgate explain --build wgrad/mine.neighbour --case 'wgrad/64x96/" in out
+    assert not (tmp_path / ".mxgate/certificates/wgrad-mine.neighbour.json").exists()
+
+
+def test_json_is_one_document(say: Say, source: Path) -> None:
+    code, out, err = say("run", "--op", "wgrad", "--build", f"{source}:neighbour", *FEW, "--json")
+    document = json.loads(out)
+    assert (code, err) == (1, "") and document["exit"] == 1 and document["cases"] == list(FEW[1::2])
+    (verdict,) = document["verdicts"]
+    assert verdict["verdict"] == "reject" and verdict["first_finding"]["where"]
+    for what in ("builds", "cases", "formats"):
+        assert json.loads(say("list", what, "--json")[1])[what]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_table_fits_its_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from mxgate.conformance.run import Settings, summarise
+    from mxgate.conformance.verdict import worst
+    from mxgate.kernels.build import registry
+
+    builds = [build for build in registry().values() if build.op == "wgrad"]
+    cases = data.cases("wgrad", "smoke")[:2]
+    known = {}
+    for build in builds:
+        for case, outcome in zip(cases, (Outcome.REJECT, Outcome.INCONCLUSIVE), strict=True):
+            known[build.id, case.id] = CaseResult(build.id, "", case.id, dict.fromkeys(GATES, outcome), (), 0.1)
+    made = summarise(builds, cases, Settings(), known, ran=0, resumed=0, seconds=0.0)
+    assert worst(made.verdicts[0].gates.values()) is Outcome.REJECT
+    stream = StringIO()
+    report.print_run(made, Console(file=stream, width=columns, force_terminal=columns == 80, color_system=None))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines[: len(builds) + 1])) <= columns, "prose is wrapped on a terminal only"
+    assert lines[0].split()[-1] == "verdict" and all(lines[i + 1].split()[-1] == "REJECT" for i in range(len(builds)))
+    assert len(lines[0].split()) == len(GATES) + 2
+
+
+def test_one_gate_alone_is_never_an_accept(say: Say, source: Path) -> None:
+    code, out, _ = say("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW, "--gate", "exact")
+    assert code == 3 and "only exact was asked for" in out
+    assert not Path(".mxgate/certificates").exists()
+
+
+def test_too_few_cases_are_inconclusive(say: Say, source: Path) -> None:
+    code, out, _ = say("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW[:2])
+    assert code == 3 and "nothing on these cases speaks to special" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("crash", "killed by SIGSEGV"),
+        ("hang", "no answer within 1 s"),
+        ("eat", "exceeded 0.4 GiB"),
+        ("past", "killed by SIG"),
+        ("leave", "raised SystemExit"),
+    ],
+)
+def test_a_build_that_breaks_is_rejected_and_the_others_go_on(say: Say, source: Path, name: str, cause: str) -> None:
+    bad, good = f"{source}:{name}", f"{source}:wgrad"
+    limits = ("--time-limit", "1", "--memory-limit", "0.4")
+    code, out, err = say("run", "--op", "wgrad", "--build", bad, "--build", good, *FEW, *limits)
+    assert code == 1 and err == ""
+    assert f"REJECT wgrad/mine.{name}: contract on 2 of 2 cases" in out and cause in out
+    assert "1 accepted, 1 rejected" in out
+
+
+def test_builds_that_fork_and_talk_are_judged_by_their_answers(say: Say, source: Path) -> None:
+    code, out, err = say("run", "--op", "wgrad", "--build", f"{source}:fork", "--build", f"{source}:talk", *FEW)
+    assert code == 0 and "2 accepted" in out and "xxx" not in out + err
+
+
+def test_a_build_that_hangs_is_given_up_after_two_cases(say: Say, source: Path) -> None:
+    names = ("ramp1.5/exact-sum", "ramp1.5/signature", "skew2/exact-sum", "ramp1.5/normal")
+    words = ("run", "--op", "wgrad", "--build", f"{source}:hang", "--time-limit", "0.5", "--jobs", "1")
+    began = time.monotonic()
+    code, out, _ = say(*words, *(word for name in names for word in ("--case", f"wgrad/64x96/{name}")))
+    assert code == 1 and "contract on 2 of 4 cases" in out and time.monotonic() - began < 8
+    kept = _lines(Path(".mxgate/results.jsonl"))
+    assert len(kept) == 2 and all(line["outcome"] == "reject" for line in kept)
+
+
+def test_registered_builds_and_lineage(say: Say) -> None:
+    code, out, _ = say("run", "--build", "numpy_windowed", *FEW)
+    assert code == 0 and "1 accepted" in out
+    (line, *_) = _lines(Path(".mxgate/results.jsonl"))
+    assert line["gates"]["lineage"] == "pass"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results that last
+
+
+def test_a_second_run_repeats_nothing(say: Say, source: Path) -> None:
+    words = ("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW)
+    say(*words)
+    code, out, _ = say(*words)
+    assert code == 0 and "0 results in" in out and "2 kept from before" in out
+    assert len(_lines(Path(".mxgate/results.jsonl"))) == 2
+    assert "2 results in" in say(*words, "--fresh")[1]
+    assert "2 results in" in say(*words, "--time-limit", "50")[1], "another limit is another result"
+    source.write_text(source.read_text() + "# changed\n")
+    assert "2 results in" in say(*words)[1], "another source is another result"
+
+
+def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path, source: Path) -> None:
+    words = [
+        "run",
+        "--op",
+        "wgrad",
+        "--build",
+        f"{source}:slow",
+        "--jobs",
+        "1",
+        "--json",
+        "--case",
+        "wgrad/64x96/[es]*",
+    ]
+    command = [sys.executable, "-m", "mxgate.conformance", *words]
+    results = tmp_path / ".mxgate/results.jsonl"
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (results.exists() and results.read_bytes().count(b"\n") >= 3):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = results.read_bytes()
+    with results.open("ab") as file:
+        file.write(b'{"build": "wgrad/mine.slow", "case": "wgr')  # what a kill in the middle of a write leaves
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    document = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert document["resumed"] == before.count(b"\n") >= 3
+    total = sum(case.id.startswith(("wgrad/64x96/e", "wgrad/64x96/s")) for case in data.cases("wgrad", "smoke"))
+    assert document["ran"] == total - document["resumed"]
+    after = _lines(results)
+    assert results.read_bytes().startswith(before) and len(after) == total
+    assert len({(line["build"], line["case"]) for line in after}) == total
+
+
+def test_an_interrupt_leaves_no_child_behind(tmp_path: Path, source: Path) -> None:
+    words = ["run", "--op", "wgrad", "--build", f"{source}:hang", "--jobs", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mxgate.conformance", *words], cwd=tmp_path, stderr=subprocess.PIPE
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        process.kill()
+        pytest.skip("needs the kernel's list of children")
+    deadline = time.monotonic() + 60
+
+    def workers() -> set[int]:
+        tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+        return {int(pid) for task in tasks for pid in task.read_text().split()}
+
+    while time.monotonic() < deadline and len(workers()) < 2:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    seen = workers()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert process.stderr is not None and process.stderr.read() == (
+        b"mxgate: interrupted; the same command goes on from here\n"
+    )
+    process.stderr.close()
+    assert len(seen) == 2
+    for pid in seen:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def _result(case: str = "wgrad/a", **changes: Any) -> CaseResult:
+    finding = Finding("exact", "3 of 9 differ", ("expert 0: \x00 \u2028",), 3, {"x": float("nan")})
+    fields = {"gates": {"exact": Outcome.REJECT}, "findings": (finding,), **changes}
+    return CaseResult("wgrad/b", "f" * 64, case, seconds=0.5, **fields)
+
+
+def test_lines_come_back_as_they_went() -> None:
+    key, back = from_line(to_line(_result(), "stamp"))
+    assert key == ("wgrad/b", "f" * 64, "wgrad/a", "stamp")
+    assert back.findings[0].where == ("expert 0: \x00 \u2028",) and back.findings[0].detail == {"x": "nan"}
+    assert "\n" not in to_line(_result(), "stamp")
+    skipped = _result(gates={}, findings=(), skipped="takes no bias")
+    assert from_line(to_line(skipped, "s"))[1] == skipped
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"17",
+        b'{"build": 1}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"build":"b","fingerprint":"f","case":"c","stamp":"s","gates":{},"findings":[],"seconds":1,"skipped":null}',
+        b'{"build":"b","fingerprint":"f","case":"c","stamp":"s","gates":{"exact":"fine"},"findings":[],"seconds":1,"skipped":null}',
+        b'{"build":"b","fingerprint":"f","case":"c","stamp":"s","gates":{"x":"pass"},"findings":[],"seconds":1,"skipped":null}',
+        b'{"build":["b"],"fingerprint":"f","case":"c","stamp":"s","gates":{"exact":"pass"},"findings":[],"seconds":1,"skipped":null}',
+    ],
+)
+def test_hostile_lines_are_left_out_and_named(tmp_path: Path, line: bytes) -> None:
+    good = to_line(_result(), "s").encode()
+    (tmp_path / "results.jsonl").write_bytes(good + b"\n" + line + b"\n" + good.replace(b"wgrad/a", b"wgrad/c") + b"\n")
+    results, strange = read_results(tmp_path / "results.jsonl")
+    assert {key[2] for key in results} == {"wgrad/a", "wgrad/c"}
+    assert len(strange) == 1 and "line 2 is left out" in strange[0]
+
+
+def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    whole = to_line(_result(), "s").encode() + b"\n"
+    for torn in range(0, len(whole), 37):
+        path.write_bytes(whole + whole[:torn])
+        journal = Journal(tmp_path)
+        journal.append(_result("wgrad/new"), "s")
+        journal.close()
+        results, strange = read_results(path)
+        assert not strange and {key[2] for key in results} == {"wgrad/a", "wgrad/new"}
+
+
+def test_shards_add_up_to_the_whole(say: Say, source: Path) -> None:
+    names = ("empties/signature", "shift32/special", "ramp1.5/normal")
+    cases = [word for name in names for word in ("--case", f"wgrad/64x96/{name}")]
+    words = ("run", "--op", "wgrad", "--build", f"{source}:wgrad", "--build", f"{source}:neighbour", *cases)
+    code, out, _ = say(*words, "--shard", "1/2", "--out", "one")
+    assert code == 1 and "3 results" in out and "shard 1/2, 3 results still missing" in out
+    assert not Path("one/certificates").exists()
+    say(*words, "--shard", "2/2", "--out", "two")
+    pairs = [{(line["build"], line["case"]) for line in _lines(Path(d) / "results.jsonl")} for d in ("one", "two")]
+    assert not pairs[0] & pairs[1] and len(pairs[0] | pairs[1]) == 6
+    code, out, _ = say("report", "one", "two")
+    assert code == 1 and "1 accepted, 1 rejected" in out and Path(".mxgate/report/junit.xml").exists()
+    code, out, _ = say("report", "one")
+    assert code == 1 and "have no result yet" in out
+    # The same folder does as well.
+    say(*words, "--shard", "1/2", "--out", "both")
+    code, out, _ = say(*words, "--shard", "2/2", "--out", "both")
+    assert code == 1 and "1 accepted, 1 rejected" in out and "0 results still missing" in out
+
+
+def test_junit_has_a_testcase_for_every_case_and_gate(say: Say, source: Path, tmp_path: Path) -> None:
+    say("run", "--op", "wgrad", "--build", f"{source}:neighbour", "--build", f"{source}:leave", *FEW)
+    root = ElementTree.parse(tmp_path / ".mxgate/junit.xml").getroot()
+    suites = root.findall("testsuite")
+    assert root.tag == "testsuites" and [s.get("name") for s in suites] == ["wgrad/mine.neighbour", "wgrad/mine.leave"]
+    for suite in suites:
+        tests = suite.findall("testcase")
+        assert len(tests) == int(suite.get("tests", "")) == 2 * len(GATES)
+        assert all(t.get("classname") and t.get("name") and float(t.get("time", "")) >= 0 for t in tests)
+        for tag, count in (("failure", "failures"), ("error", "errors"), ("skipped", "skipped")):
+            assert len(suite.findall(f"testcase/{tag}")) == int(suite.get(count, "")), tag
+        assert all(e.get("message") for e in suite.iterfind("testcase/*"))
+        assert suite.find("testcase/failure") is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("runn", "no command named 'runn'; did you mean run?"),
+        ("run --op wgard", "no op named 'wgard'; did you mean wgrad"),
+        ("run --build numpy_referense", "no build named 'numpy_referense'; did you mean numpy_reference"),
+        ("run --op forward --build numpy_windowed", "build 'numpy_windowed' computes wgrad, not forward"),
+        ("run --gate exat", "no gate named 'exat'; did you mean exact?"),
+        ("run --case wgrad/64x96/ramp1.5/signatur", "no case named 'wgrad/64x96/ramp1.5/signatur'; did you mean"),
+        ("run --case nothing/*", "no case named 'nothing/*'; the nearest of"),
+        ("run --tier smok", "no tier named 'smok'; did you mean smoke?"),
+        ("run --build no/such.py:wgrad", "no file 'no/such.py'"),
+        ("run --build no.such.module:wgrad", "no.such"),
+        ("run --build mine.py", "names a file and no callable; expected mine.py:CALLABLE"),
+        ("run --build mine.py:f", "which op does 'mine.py:f' compute? give --op"),
+        ("run --shard 3/2", "'3/2' is no shard; expected i/n"),
+        ("run --shard x", "'x' is no shard"),
+        ("run --jobs 0", "'0' is not a whole number above 0"),
+        ("run --time-limit nan", "'nan' is not a number above 0"),
+        ("run --memory-limit -1", "'-1' is not a number above 0"),
+        ("run --seed -3", "'-3' is not a whole number of at least 0"),
+        ("run --bogus", "unrecognized arguments: --bogus"),
+        ("run --out /proc/none/such", "cannot write to '/proc/none/such'"),
+        ("report nowhere", "nowhere holds no run"),
+        ("list bulids", "no listing named 'bulids'; did you mean builds?"),
+        ("time", "the following arguments are required: CERTIFICATE"),
+        ("time nowhere.json", "nowhere.json: No such file or directory"),
+        ("explain", "there is no earlier run here"),
+        ("explain --build numpy_reference --case wgrad/nope", "no case named 'wgrad/nope'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(say: Say, words: str, said: str) -> None:
+    code, out, err = say(*words.split())
+    assert code == 2 and out == "" and said in err
+    assert err.startswith("mxgate: ") and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_an_outside_build_that_cannot_be_loaded_is_bad_input(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no device')\n")
+    code, _, err = say("run", "--build", "broken.py:wgrad")
+    assert code == 2 and "broken.py:wgrad cannot be loaded: raised RuntimeError at broken.py:1: no device" in err
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "null", '{"stamp": 1}', '{"builds": [{}]}', "[" * 100_000])
+def test_a_strange_plan_is_bad_input(say: Say, tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    for command in ("report", "explain"):
+        code, _, err = say(command, tmp_path)
+        assert code == 2 and "is not what `mxgate run` writes" in err and err.count("\n") == 1
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m mxgate.conformance list cases --tier full | head -1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr == "" and done.stdout.startswith("case")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Certificates and time
+
+
+@pytest.fixture
+def accepted(say: Say, source: Path, tmp_path: Path) -> Path:
+    assert say("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW)[0] == 0
+    return tmp_path / ".mxgate/certificates/wgrad-mine.wgrad.json"
+
+
+def test_time_takes_a_certificate(say: Say, accepted: Path) -> None:
+    quick = ("--rounds", "2", "--seconds", "0.02")
+    code, out, err = say("time", accepted, *quick)
+    assert code == 0 and "wgrad/mine.wgrad" in out and "median ms" in out and err == ""
+    code, out, _ = say("time", accepted, *quick, "--json", "--case", "wgrad/64x96/empties/signature@5")
+    (timing,) = json.loads(out)["timings"]
+    assert (
+        code == 0 and 0 < timing["best"] <= timing["low"] <= timing["median"] <= timing["high"] and timing["calls"] >= 2
+    )
+
+
+def test_time_refuses(say: Say, accepted: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(said: str, *words: str) -> None:
+        code, out, err = say("time", accepted, *words)
+        assert code == 2 and out == "" and said in err and err.count("\n") == 1, err
+
+    text = accepted.read_text()
+    other = "wgrad/288x320/single/exact-sum"
+    refused(f"was not accepted on the shape class of {other}; it covers shapes 64x96", "--case", other)
+    refused("no case named", "--case", "wgrad/nope")
+    with monkeypatch.context() as patch:
+        patch.setattr(certificate, "device", lambda: "cpu: another, x86_64")
+        refused("was accepted on another device")
+    with monkeypatch.context() as patch:
+        patch.setattr(certificate, "code_version", lambda: "0")
+        refused("was accepted by another version of the oracle or the gates")
+    accepted.write_text(text.replace('"tier": "smoke"', '"tier": "full"'))
+    refused("was changed after it was written")
+    for broken in ("", "[" * 100_000):
+        accepted.write_text(broken)
+        refused("is not JSON")
+    for broken in ("{}", "3", "null"):
+        accepted.write_text(broken)
+        refused("is no certificate of this version")
+    accepted.write_text('{"certificate": "mxgate certificate 1"}')
+    refused("was changed after it was written")
+    accepted.write_text(text)
+    before = source.read_text()
+    source.write_text(before + "\n")
+    refused("has changed since it was accepted (its source or options)")
+    source.unlink()
+    refused("the source of wgrad/mine.wgrad is gone")
+    source.write_text(before)
+    assert say("time", accepted, "--rounds", "1", "--seconds", "0.01")[0] == 0
+
+
+def test_no_number_for_an_output_that_changes(say: Say, tmp_path: Path, source: Path) -> None:
+    """Accepted while a file is absent, wrong once it is there: the source is the same, the output is not."""
+    trap = tmp_path / "trap"
+    (tmp_path / "turncoat.py").write_text(
+        f"import os, sys\nsys.path.insert(0, {str(source.parent)!r})\nimport mine\ncalls = 0\n"
+        "def wgrad(*operands):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    out = mine.wgrad(*operands)\n"
+        f"    if os.path.exists({str(trap)!r}) and calls > 5:\n"
+        "        out.view('u2')[-1, 0, 0] ^= 1\n"
+        "    return out\n"
+    )
+    assert say("run", "--build", "turncoat.py:wgrad", *FEW)[0] == 0
+    trap.touch()
+    code, out, _ = say("time", ".mxgate/certificates/wgrad-turncoat.wgrad.json", "--rounds", "1", "--seconds", "0.05")
+    assert code == 1 and "no time for wgrad/turncoat.wgrad: its output changed while it was being timed" in out
+    assert "median" not in out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# explain, fixtures, bench-oracle
+
+
+def test_explain_takes_the_last_runs_failure(say: Say, source: Path) -> None:
+    build = f"{source}:neighbour"
+    say("run", "--op", "wgrad", "--build", build, *FEW)
+    code, out, err = say("explain")
+    assert code == 1 and err == ""
+    assert out.startswith("wgrad/mine.neighbour on wgrad/64x96/empties/signature\n")
+    assert "exact: " in out and "cause (" in out and "1 more rejected results in this run" in out
+    code, out, _ = say("explain", "--build", f"{source}:wgrad", "--case", FEW[1])
+    assert code == 0 and out == f"wgrad/mine.wgrad on {FEW[1]}: passes every gate\n"
+    assert "nothing that --build and --case choose was rejected" in say("explain", "--build", "numpy_reference")[2]
+
+
+def test_explain_when_the_failure_does_not_come_back(say: Say, tmp_path: Path, source: Path) -> None:
+    (tmp_path / "once.py").write_text(source.read_text())
+    say("run", "--op", "wgrad", "--build", "once.py:neighbour", *FEW[:2])
+    text = source.read_text().replace("np.roll(dy_scales, 1, axis=1)", "dy_scales")
+    (tmp_path / "once.py").write_text(text)
+    code, out, _ = say("explain")
+    assert code == 0 and "passes every gate" in out and "it failed before" in out
+
+
+def test_fixtures(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mxgate.fixtures import generate
+    from mxgate.fixtures.store import StoreError
+
+    code, out, _ = say("fixtures", "list")
+    assert code == 0 and "wgrad/" in out and "hashes in the manifest" in out
+    monkeypatch.setattr(generate, "verify", lambda say: [say("a"), "golden/a: value[3] differs"][1:])
+    assert say("fixtures", "verify")[:2] == (1, "golden/a: value[3] differs\n1 differences\n")
+    monkeypatch.setattr(generate, "verify", lambda say: [])
+    assert say("fixtures", "verify")[0] == 0
+
+    def broken(say: object) -> list[str]:
+        raise StoreError("MANIFEST.json: no such file")
+
+    monkeypatch.setattr(generate, "verify", broken)
+    assert say("fixtures", "verify") == (2, "", "mxgate: MANIFEST.json: no such file\n")
+    assert "did you mean verify?" in say("fixtures", "verfy")[2]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "same", "cost", "code", "word"),
+    [
+        (2.5, True, 3.9, 0, "met"),
+        (1.9, True, 3.9, 1, "MISSED"),
+        (2.5, True, 4.1, 1, "MISSED"),
+        (float("nan"), True, 3.0, 1, "MISSED"),
+        (None, False, 3.0, 1, "other bytes than peer"),
+        (None, None, 3.0, 3, "-"),
+    ],
+)
+def test_bench_oracle_holds_ratios_to_targets(
+    say: Say, monkeypatch: pytest.MonkeyPatch, ratio: float | None, same: bool | None, cost: float, code: int, word: str
+) -> None:
+    from mxgate.oracle import bench, bench_gemm
+
+    quantize = {"shape": [4, 8], "dtype": "float32", "axis": 1, "rule": "floor", "peer": "peer", "ours_s": 0.001}
+    monkeypatch.setattr(bench, "bench_quantize", lambda: [{**quantize, "ratio": ratio, "same_bytes": same}])
+    rows = [{"what": "exact", "seconds": 0.1, "ratio": cost, "limit": 4.0}]
+    monkeypatch.setattr(bench_gemm, "bench_wgrad", lambda: rows)
+    got, out, _ = say("bench-oracle")
+    assert got == code and word in out
+    if ratio == ratio:
+        assert len(json.loads(say("bench-oracle", "--json")[1])["rows"]) == 2

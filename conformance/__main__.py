@@ -59,17 +59,29 @@ def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
 # Which builds, which cases
 
 
-def choose_builds(names: Sequence[str], op: str | None) -> list[Build]:
-    """The builds that --build and --op mean; all of them when neither is given. Raises UsageError."""
+DEVICES: Mapping[str, Callable[[Build], bool]] = {
+    "cpu": lambda build: build.device == "cpu",
+    "emu": lambda build: build.device != "cpu",
+    "all": lambda build: True,
+}
+
+
+def choose_builds(names: Sequence[str], op: str | None, device: str = "all") -> list[Build]:
+    """The builds that --build, --op and --device (of DEVICES) mean; all that there are without. Raises UsageError."""
     known = registry()
     if not names:
-        return [b for b in known.values() if op in (None, b.op)]
+        found = [b for b in known.values() if op in (None, b.op) and DEVICES[device](b)]
+        if not found:
+            raise UsageError(f"no build of {op} runs with --device {device}")
+        return found
     chosen: dict[str, Build] = {}
     for name in names:
         for build in _builds_named(name, op, known):
             if chosen.get(build.id, build) != build:
                 raise UsageError(f"two different builds are called {build.id}: give them to two runs")
             chosen[build.id] = build
+    if other := [b.id for b in chosen.values() if not DEVICES[device](b)]:
+        raise UsageError(f"{', '.join(other)} does not run with --device {device}")
     return list(chosen.values())
 
 
@@ -222,7 +234,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     from mxgate.conformance.run import run
 
     settings = _settings(args)
-    builds = choose_builds(args.build, args.op)
+    builds = choose_builds(args.build, args.op, args.device)
     cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed)
     if lost := [b.id for b in builds if not any(c.op == b.op for c in cases)]:
         if args.build:
@@ -234,7 +246,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     out = _folder(args.out)
     with text.Watch("cases") as step:
         report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
-    return _finish(report, out, args.json)
+    return _finish(report, out, args.json, args.device)
 
 
 def _folder(out: Path) -> Path:
@@ -247,8 +259,9 @@ def _folder(out: Path) -> Path:
     return out
 
 
-def _finish(report: Any, out: Path, as_json: bool) -> int:
-    """Write run.json, junit.xml and the certificates, and print the verdicts."""
+def _finish(report: Any, out: Path, as_json: bool, device: str = "all") -> int:
+    """Write run.json, junit.xml and the certificates, and print the verdicts; of emulated builds alone also what they
+    take for granted."""
     from mxgate.conformance import certificate
     from mxgate.conformance import report as text
 
@@ -267,7 +280,7 @@ def _finish(report: Any, out: Path, as_json: bool) -> int:
         _print_json(text.document(report, {"out": str(out), "certificates": [str(path) for path in written]}))
     else:
         to = text.console()
-        text.print_run(report, to)
+        text.print_run(report, to, assumptions=device == "emu")
         to.print(f"wrote {out}/results.jsonl, junit.xml" + (f", {len(written)} certificates" if written else ""))
     return int(report.exit_code)
 
@@ -345,8 +358,8 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
 
     if what == "builds":
         return [
-            {"build": b.id, "formats": _formats(b.formats), "align": b.group_alignment, "accumulator": b.accumulator,
-             "replaces": b.replaces or "", "needs": b.missing() or ""}
+            {"build": b.id, "device": b.device, "formats": _formats(b.formats), "align": b.group_alignment,
+             "accumulator": b.accumulator, "replaces": b.replaces or "", "needs": b.missing() or ""}
             for b in registry().values()
             if op in (None, b.op)
         ]  # fmt: skip
@@ -441,7 +454,8 @@ def cmd_faults(args: argparse.Namespace) -> int:
     chosen = [f for f in FAULTS if _fault_matches(f.build, args.fault)]
     if not chosen:
         raise UsageError(unknown("fault", args.fault[0], [f.build.id for f in FAULTS], " (see `mxgate list faults`)"))
-    correct = [] if args.fault else [*registry().values(), *CORRECT]
+    # Emulated builds are slow, and their faults are mutations of machine code.
+    correct = [] if args.fault else [*(b for b in registry().values() if b.device == "cpu"), *CORRECT]
     with text.Watch("faults") as step:
         matrix = kill_matrix(chosen, correct, args.seeds, settings, step)
     if args.json:
@@ -487,6 +501,8 @@ def cmd_time(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     builds = list({one.build.id: one.build for _, one in held}.values())
+    if emulated := [b.id for b in builds if b.device != "cpu"]:
+        raise UsageError(f"{', '.join(emulated)} would be emulated, which says nothing about its time on a GPU")
     with text.Watch("timing") as step:
         timings = timing.time_builds(
             builds,
@@ -721,6 +737,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: every build)",
+    )
+    sub.add_argument(
+        "--device",
+        choices=list(DEVICES),
+        default="all",
+        help="only builds for the CPU, or only those whose GPU machine code is emulated (default: all)",
     )
     sub.add_argument(
         "--case",

@@ -49,7 +49,7 @@ class Certificate:
 
 @functools.cache
 def device() -> str:
-    """What the CPU builds run on: the processor's name and the machine type."""
+    """What everything here runs on: the processor's name and the machine type."""
     name = ""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -61,6 +61,11 @@ def device() -> str:
         with_sysctl = subprocess.run(asked, capture_output=True, text=True, check=False)
         name = with_sysctl.stdout.strip()
     return f"cpu: {name or platform.processor() or 'unnamed'}, {platform.machine()}"
+
+
+def device_of(build: Build) -> str:
+    """What a build's machine code ran on: this CPU, or an emulator on it."""
+    return device() if build.device == "cpu" else f"{build.device} emulated on {device()}"
 
 
 def write_all(report: RunReport, folder: Path) -> list[Path]:
@@ -82,7 +87,7 @@ def write_all(report: RunReport, folder: Path) -> list[Path]:
             "tier": report.settings.tier,
             "cases": sorted(result.case for result in mine),
             "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
-            "device": device(),
+            "device": device_of(build),
             "code": code_version(),
             "versions": _versions(build),
         }
@@ -138,9 +143,9 @@ def check(path: Path, certificate: Certificate) -> None:
         raise CertificateError(
             f"{path}: {build.id} was accepted by another version of the oracle or the gates; {again}"
         )
-    if certificate.device != device():
+    if certificate.device != (here := device_of(build)):
         raise CertificateError(
-            f"{path}: {build.id} was accepted on another device ({certificate.device}; here: {device()}); {again}"
+            f"{path}: {build.id} was accepted on another device ({certificate.device}; here: {here}); {again}"
         )
 
 

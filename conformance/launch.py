@@ -78,6 +78,7 @@ class Launch:
     canaries: what was overwritten outside the output, in words, or None.
     inputs_changed: the operands of which a token's byte changed. A build may zero padding bytes in place.
     aliases: the operand whose memory the output shares, or None.
+    unavailable: the error is that the build cannot answer here, and what to do about it; nothing was judged.
     """
 
     spec: LaunchSpec
@@ -87,6 +88,7 @@ class Launch:
     canaries: str | None = None
     inputs_changed: tuple[str, ...] = ()
     aliases: str | None = None
+    unavailable: bool = False
 
     @property
     def label(self) -> str:

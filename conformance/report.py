@@ -79,8 +79,10 @@ def cell(word: str, narrow: bool = False) -> Text:
     return Text((_NARROW if narrow else _CELLS).get(word, word), style=_STYLES.get(word, ""))
 
 
-def print_run(report: RunReport, to: Console) -> None:
-    """The table (build x gate) and, for everything that was not accepted, a first screen."""
+def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> None:
+    """The table (build x gate) and, for everything that was not accepted, a first screen.
+
+    assumptions: print what emulated builds take for granted about their GPU, not only how much of it there is."""
     narrow = to.width < WIDTH
     rows = [
         [
@@ -99,12 +101,27 @@ def print_run(report: RunReport, to: Console) -> None:
     for verdict in report.verdicts:
         if verdict.word == "accept" and verdict.terms:
             say(to, f"terms {verdict.build}: {'; '.join(verdict.terms)}")
+    _print_assumptions(report, to, assumptions)
     skipped = [verdict for verdict in report.verdicts if verdict.word == "skip"]
     for verdict in skipped:
         say(to, f"skip {verdict.build}: {verdict.reason}")
     say(to, summary(report))
     for warning in report.warnings:
         say(to, f"note: {warning}")
+
+
+def _print_assumptions(report: RunReport, to: Console, whole: bool) -> None:
+    """For accepted builds of a GPU that nobody had: on what the accept rests."""
+    for assumed in dict.fromkeys(build.assumes for build in report.builds if build.assumes):
+        of = [build for build in report.builds if build.assumes == assumed]
+        accepted = {verdict.build for verdict in report.verdicts if verdict.word == "accept"}
+        names = [build.id for build in of if build.id in accepted]
+        if not names:
+            continue
+        rest = ":" if whole else "; they are in the certificates and under `mxgate run --device emu`"
+        say(to, f"emulated {of[0].device} {', '.join(names)}: {len(assumed)} assumptions about silicon{rest}")
+        for sentence in assumed if whole else ():
+            say(to, f"- {sentence}", 2)
 
 
 def summary(report: RunReport) -> str:
@@ -312,6 +329,8 @@ def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:
                 "verdict": verdict.word,
                 "reason": verdict.reason,
                 "terms": list(verdict.terms),
+                "device": build.device,
+                "assumes": list(build.assumes),
                 "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
                 "first_finding": None
                 if first is None

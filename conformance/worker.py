@@ -34,6 +34,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -44,7 +45,7 @@ from numpy.typing import NDArray
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
-from mxgate.kernels.build import OPS, Build, BuildError
+from mxgate.kernels.build import OPS, Build, BuildError, Unavailable
 
 CANARY = 0xA5
 MARGIN = 256  # canary bytes kept in front of every operand and output
@@ -84,7 +85,7 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
 def build_from(record: Mapping[str, Any]) -> Build:
     """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
     fields = dict(record)
-    for name in ("formats", "out_dtypes", "requires", "sources"):
+    for name in ("formats", "out_dtypes", "requires", "sources", "assumes"):
         fields[name] = tuple(fields[name])
     fields["options"] = tuple((key, value) for key, value in fields["options"])
     return Build(**fields)
@@ -108,9 +109,9 @@ def _environment() -> dict[str, str]:
 class Child:
     """One child process with one build loaded.
 
-    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`) that its callable takes. Raises ChildError
-    when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child closes
-    itself.
+    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`, `seed`) that its callable takes. Raises
+    ChildError when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child
+    closes itself.
     """
 
     def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
@@ -158,13 +159,14 @@ class Child:
                 "out_dtype": None if case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype,
                 "shape": shape,
                 "dtype": dtype,
+                "seed": _seed(case, spec) if "seed" in self.keywords and self.build.device != "cpu" else None,
                 "most": _most(shape),
             }
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
         except ChildError as error:
             return Launch(spec, str(error), (), "")
         if "error" in reply:
-            return Launch(spec, str(reply["error"]), (), "")
+            return Launch(spec, str(reply["error"]), (), "", unavailable=reply["unavailable"])
         output = tuple(
             blob.view(_dtype(part["dtype"])).reshape(part["shape"])
             for part, blob in zip(reply["parts"], blobs, strict=True)
@@ -339,6 +341,11 @@ def _result(case: Case, operands: Operands) -> tuple[tuple[int, ...], str]:
     if case.op == "wgrad":
         return (len(arrays["offsets"]), arrays["dy_t"].shape[0], arrays["x_t"].shape[0]), case.out_dtype
     return arrays["x"].shape, "uint8"
+
+
+def _seed(case: Case, spec: LaunchSpec) -> int:
+    """What an emulated launch draws its order of workgroups and waves from: no two launches of a case have the same."""
+    return zlib.crc32(f"{case.id} {spec.label}".encode())
 
 
 def _most(shape: tuple[int, ...]) -> int:
@@ -567,6 +574,8 @@ class _Server:
         out = _Out(header) if header["out"] != "none" else None
         if out is not None:
             keywords["out"] = out.view if self.torch is None else self.torch.strided(out)
+        if header["seed"] is not None:
+            keywords["seed"] = header["seed"]
         _fill_allocations(header["fill"])
         returned = self.function(*positional, **keywords)
         parts = [np.ascontiguousarray(out.view)] if out is not None else self.unwrap(returned)
@@ -642,7 +651,7 @@ class _Out:
 
 
 def _keywords(function: Callable[..., Any]) -> list[str]:
-    known = ("out", "out_dtype", "bias", "format")
+    known = ("out", "out_dtype", "bias", "format", "seed")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -654,7 +663,7 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 def _complaint(error: BaseException) -> str:
     """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
-    if isinstance(error, _Returned | BuildError):
+    if isinstance(error, _Returned | BuildError | Unavailable):
         return str(error)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
     at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
@@ -687,7 +696,7 @@ def _serve(channel: socket.socket) -> None:
             else:
                 reply, parts = server.call(header)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the build's doing as well
-            reply, parts = {"error": _complaint(error)}, []
+            reply, parts = {"error": _complaint(error), "unavailable": isinstance(error, Unavailable)}, []
         if os.getpid() != owner:
             os._exit(0)  # the build forked and let its copy of this process return
         try:

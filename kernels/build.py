@@ -69,6 +69,13 @@ class BuildError(ValueError):
     """A build that cannot be found or loaded; the message says which and what was expected."""
 
 
+class Unavailable(RuntimeError):
+    """A build cannot answer here, through no fault of its kernel; the message says what to do about it.
+
+    A build raises it when called. It is then neither accepted nor rejected.
+    """
+
+
 @dataclass(frozen=True)
 class Build:
     """One kernel build.
@@ -81,9 +88,11 @@ class Build:
     tail: what it does with rows past the last offset: "zero", "untouched" or "undefined" (wgrad has no such rows).
     nan_reach: tokens within which a NaN or infinity of a neighbouring group may spoil an expert's gradient; 0 for not
         at all. A wgrad kernel that masks its window by scales alone has the length of its window here.
+    device: what runs it: "cpu", or the name of a GPU whose machine code is run on an emulator where there is no GPU.
+    assumes: what a verdict takes for granted about that GPU, a sentence each; a certificate repeats it.
     requires: importable modules without which it is skipped. profile: what a quantize build follows.
     replaces: the id of the build whose bytes it must reproduce (the lineage gate).
-    sources: further files in the fingerprint, as module names or paths.
+    sources: further files in the fingerprint: module names, paths of .py files, or "package/file" for other files.
     options: compile options, in the fingerprint.
     """
 
@@ -98,6 +107,7 @@ class Build:
     tail: str = "zero"
     nan_reach: int = 0
     device: str = "cpu"
+    assumes: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     profile: str = "ocp"
     replaces: str | None = None
@@ -178,13 +188,14 @@ def _source(where: str) -> Path:
     if where.endswith(".py"):
         path = Path(where)
     else:
+        module, _, inside = where.partition("/")
         try:
-            spec = importlib.util.find_spec(where)
+            spec = importlib.util.find_spec(module)
         except ModuleNotFoundError:  # a parent package is missing
             spec = None
         if spec is None or spec.origin is None:
-            raise BuildError(f"no module named {where!r}")
-        path = Path(spec.origin)
+            raise BuildError(f"no module named {module!r}")
+        path = Path(spec.origin).parent / inside if inside else Path(spec.origin)
     if not path.is_file():
         raise BuildError(f"no file {str(path)!r}; a build is path/to/file.py:callable or package.module:callable")
     return path
@@ -230,6 +241,7 @@ _MODULES = (
     "mxgate.kernels.numpy_reference",
     "mxgate.kernels.numpy_windowed",
     "mxgate.kernels.torch_cpu",
+    "mxgate.kernels.flydsl.wgrad",
 )
 
 

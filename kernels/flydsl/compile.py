@@ -27,6 +27,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mxgate.kernels.build import Unavailable
+
 ARCH = "gfx950"
 PACKAGE = "flydsl"
 SOURCE = Path(__file__).with_name("device.py")
@@ -43,8 +45,8 @@ KERNELS: Mapping[str, str] = {
 }
 
 
-class StaleError(RuntimeError):
-    """The committed machine code is not that of the source beside it, and there is no compiler here to make it."""
+class StaleError(Unavailable):
+    """There is no committed machine code of the source beside it, and no compiler here to make it."""
 
 
 def available() -> bool:
@@ -138,8 +140,8 @@ def compiled(kernel: str) -> str:
 
 
 def options() -> dict[str, str]:
-    """What the text depends on besides the source."""
-    return {"arch": ARCH, "flydsl": importlib.metadata.version(PACKAGE)}
+    """What the text depends on besides the source. Without a compiler: that it is the committed one."""
+    return {"arch": ARCH, PACKAGE: importlib.metadata.version(PACKAGE) if available() else "committed text"}
 
 
 def manifest() -> dict[str, Any]:
@@ -149,25 +151,45 @@ def manifest() -> dict[str, Any]:
 
 def stale() -> str | None:
     """Why the committed machine code says nothing about the present source, in a sentence, or None when it does."""
-    if manifest()["source"] == source_hash():
-        return None
-    return (
-        f"fixtures/isa holds machine code of another {SOURCE.name}; expected that of SHA-256 {source_hash()[:12]}: "
-        f"run `{COMMAND}` where {PACKAGE} is installed"
-    )
+    try:
+        record = manifest()
+        if record["source"] != source_hash():
+            found = f"holds machine code of another {SOURCE.name}; expected that of SHA-256 {source_hash()[:12]}"
+        elif lacking := [k for k in KERNELS if k not in record["texts"] or not _path(k).is_file()]:
+            found = f"lacks the machine code of {', '.join(lacking)}"
+        else:
+            return None
+    except (OSError, ValueError, KeyError) as error:
+        found = f"has no manifest that can be read ({type(error).__name__})"
+    return f"fixtures/isa {found}: run `{COMMAND}` where {PACKAGE} is installed"
 
 
 def committed(kernel: str) -> str:
-    """A kernel's committed machine code. Raises StaleError when it is not the present source's."""
+    """A kernel's committed machine code. Raises StaleError when it is not the present source's, or damaged."""
     if (why := stale()) is not None:
         raise StaleError(why)
-    return lzma.decompress((FIXTURES / f"{kernel}.s.xz").read_bytes()).decode()
+    try:
+        text = _text(kernel)
+        whole = hashlib.sha256(text.encode()).hexdigest() == manifest()["texts"][kernel]
+    except (lzma.LZMAError, EOFError, UnicodeDecodeError):
+        whole = False
+    if not whole:
+        raise StaleError(f"{_path(kernel).name} is not the text its manifest names: run `{COMMAND}`")
+    return text
+
+
+def _path(kernel: str) -> Path:
+    return FIXTURES / f"{kernel}.s.xz"
+
+
+def _text(kernel: str) -> str:
+    return lzma.decompress(_path(kernel).read_bytes()).decode()
 
 
 def write(texts: Mapping[str, str]) -> None:
     FIXTURES.mkdir(parents=True, exist_ok=True)
     for kernel, text in texts.items():
-        (FIXTURES / f"{kernel}.s.xz").write_bytes(lzma.compress(text.encode(), preset=9))
+        _path(kernel).write_bytes(lzma.compress(text.encode(), preset=9))
     record = {
         "source": source_hash(),
         "options": options(),
@@ -178,7 +200,7 @@ def write(texts: Mapping[str, str]) -> None:
 
 def difference(kernel: str, fresh: str) -> str:
     """How a fresh text differs from the committed one, as a unified diff; empty when it does not."""
-    old = lzma.decompress((FIXTURES / f"{kernel}.s.xz").read_bytes()).decode()
+    old = _text(kernel)
     lines = difflib.unified_diff(old.splitlines(), fresh.splitlines(), "committed", "compiled", lineterm="", n=1)
     return "\n".join(lines)
 

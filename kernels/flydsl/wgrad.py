@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from mxgate.kernels import flydsl, gfx950
 from mxgate.kernels.build import Build
-from mxgate.kernels.flydsl.compile import machine_code
+from mxgate.kernels.flydsl import compile as isa
 from mxgate.oracle.groups import check_offsets
 
 Array = NDArray[Any]
@@ -117,7 +117,7 @@ class HazardError(RuntimeError):
 
 @functools.cache
 def _parsed(kernel: str) -> gfx950.Kernel:
-    return gfx950.parse(machine_code(kernel))
+    return gfx950.parse(isa.machine_code(kernel))
 
 
 def emulate(plan: Plan, buffers: Mapping[str, Array], **options: Any) -> tuple[gfx950.RunResult, ...]:
@@ -154,10 +154,11 @@ def launch(plan: Plan, buffers: Mapping[str, Array]) -> None:
 # ---------------------------------------------------------------- builds
 
 
-def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None) -> Array:
-    """dW [E,N,K] bf16 of dy_t [N,M] and x_t [K,M], e4m3fn with scales [.,M/32].
+def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None, **options: Any) -> Array:
+    """dW [E,N,K] bf16 of dy_t [N,M] and x_t [K,M], e4m3fn with scales [.,M/32]. options: the emulator's.
 
     ValueError or TypeError for operands that do not fit each other. The shipping rung zeroes the padding in place.
+    What the device's memory holds before is what numpy.empty gives, so that a gate can choose it.
     """
     dy_t, dy_scales, x_t, x_scales, offsets = operands
     (n, m), k = dy_t.shape, x_t.shape[0]
@@ -171,13 +172,13 @@ def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None) -> Array:
             raise ValueError(f"{name} is {array.dtype} {array.shape}; expected contiguous {np.dtype(dtype)} {shape}")
     check_offsets(offsets, m, align=BLOCK)
     plan = launch_plan(rung, n, k, m, len(offsets))
-    dw = np.full((len(offsets), n, plan.row_pitch), np.nan, ml_dtypes.bfloat16)
+    dw = np.empty((len(offsets), n, plan.row_pitch), ml_dtypes.bfloat16)
     buffers = {**dict(zip(OPERANDS, operands, strict=True)), "dw": dw}
-    buffers.update((name, np.full(size, 0xFF, np.uint8)) for name, size in plan.scratch.items())
+    buffers.update((name, np.empty(size, np.uint8)) for name, size in plan.scratch.items())
     if on_gpu():
         launch(plan, buffers)
     else:
-        emulate(plan, buffers)
+        emulate(plan, buffers, **options)
     if out is None:
         return np.ascontiguousarray(dw[:, :, :k])
     out[...] = dw[:, :, :k]
@@ -185,41 +186,83 @@ def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None) -> Array:
 
 
 def simplest(
-    dy_t: Array, dy_scales: Array, x_t: Array, x_scales: Array, offsets: Array, *, out: Array | None = None
+    dy_t: Array,
+    dy_scales: Array,
+    x_t: Array,
+    x_scales: Array,
+    offsets: Array,
+    *,
+    out: Array | None = None,
+    seed: int = 0,
 ) -> Array:
-    """A wave for 64 x 64 outputs, loading straight into registers. Operands as in _wgrad."""
-    return _wgrad("simplest", (dy_t, dy_scales, x_t, x_scales, offsets), out)
+    """A wave for 64 x 64 outputs, loading straight into registers. Operands as in _wgrad; seed: the emulator's."""
+    return _wgrad("simplest", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
 
 
 def plain(
-    dy_t: Array, dy_scales: Array, x_t: Array, x_scales: Array, offsets: Array, *, out: Array | None = None
+    dy_t: Array,
+    dy_scales: Array,
+    x_t: Array,
+    x_scales: Array,
+    offsets: Array,
+    *,
+    out: Array | None = None,
+    seed: int = 0,
 ) -> Array:
-    """The pipelined body on scales as they come. Operands as in _wgrad."""
-    return _wgrad("plain", (dy_t, dy_scales, x_t, x_scales, offsets), out)
+    """The pipelined body on scales as they come. Operands as in _wgrad; seed: the emulator's."""
+    return _wgrad("plain", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
 
 
 def shipping(
-    dy_t: Array, dy_scales: Array, x_t: Array, x_scales: Array, offsets: Array, *, out: Array | None = None
+    dy_t: Array,
+    dy_scales: Array,
+    x_t: Array,
+    x_scales: Array,
+    offsets: Array,
+    *,
+    out: Array | None = None,
+    seed: int = 0,
 ) -> Array:
-    """The pipelined body on shuffled scales. Operands as in _wgrad."""
-    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out)
+    """The pipelined body on shuffled scales. Operands as in _wgrad; seed: the emulator's."""
+    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
 
 
+def shipping_cdna3(
+    dy_t: Array,
+    dy_scales: Array,
+    x_t: Array,
+    x_scales: Array,
+    offsets: Array,
+    *,
+    out: Array | None = None,
+    seed: int = 0,
+) -> Array:
+    """The shipping rung on a matrix core that adds as CDNA3's does. Operands as in _wgrad; seed: the emulator's."""
+    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model="cdna3-like")
+
+
+_NOT_RUN = ("bench", "ledger", "mutants", "sample")  # modules that no build's answer depends on
 _SHARED: dict[str, Any] = {
     "op": "wgrad",
     "formats": ("e4m3fn",),
     "group_alignment": BLOCK,
     "accumulator": "mfma-scale-128",
-    "device": "gfx950",
-    "sources": tuple(
-        f"{package.__name__}.{module.name}"
-        for package in (flydsl, gfx950)
-        for module in pkgutil.iter_modules(package.__path__)
-        if not module.name.startswith("test_")
+    "device": isa.ARCH,
+    "assumes": gfx950.ASSUMPTIONS,
+    "options": tuple(isa.options().items()),
+    "sources": (
+        *(
+            f"{package.__name__}.{module.name}"
+            for package in (flydsl, gfx950)
+            for module in pkgutil.iter_modules(package.__path__)
+            if not module.name.startswith("test_") and module.name not in _NOT_RUN
+        ),
+        *(f"mxgate.fixtures/isa/{path.name}" for path in sorted(isa.FIXTURES.glob("*"))),
     ),
 }
 BUILDS = (
     Build("flydsl_simplest", target=f"{__name__}:simplest", **_SHARED),
     Build("flydsl_plain", target=f"{__name__}:plain", replaces="wgrad/flydsl_simplest", **_SHARED),
     Build("flydsl", target=f"{__name__}:shipping", replaces="wgrad/flydsl_plain", **_SHARED),
+    Build("flydsl_cdna3", target=f"{__name__}:shipping_cdna3", **_SHARED),
 )

@@ -1,0 +1,122 @@
+"""Builds whose GPU machine code is emulated: how the gate takes what only they do.
+
+That the shipped ones are accepted is what `mxgate run` shows; here one small case must be, and what goes wrong must
+arrive as the right verdict. Not covered: a machine with the GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mxgate.conformance import certificate, data, gates, report
+from mxgate.conformance.__main__ import main
+from mxgate.conformance.run import RunReport, Settings, summarise
+from mxgate.conformance.verdict import GATES, CaseResult, Outcome
+from mxgate.kernels import gfx950
+from mxgate.kernels.build import registry
+
+EMULATED = [build for build in registry().values() if build.device != "cpu"]
+CASE = "wgrad/64x96/empties/signature"
+SOURCE = """
+from mxgate.kernels.flydsl import compile as isa
+from mxgate.kernels.flydsl import wgrad as rungs
+
+isa.available = lambda: False
+committed = isa.committed
+
+def stale(*operands):
+    isa.source_hash = lambda: "0" * 64
+    return rungs.plain(*operands)
+
+def racing(*operands):
+    isa.committed = lambda kernel: committed(kernel).replace("s_barrier", "s_nop 0")
+    return rungs.plain(*operands)
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rungs.py").write_text(SOURCE)
+    return tmp_path / "rungs.py"
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, object]]:
+    code = main(["run", *words, "--jobs", "1", "--json"])
+    (verdict,) = json.loads(capsys.readouterr().out)["verdicts"]
+    return code, verdict
+
+
+def test_stale_machine_code_is_not_judged(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, verdict = run(capsys, "--op", "wgrad", "--build", f"{source}:stale", "--case", CASE)
+    assert code == 3 and verdict["verdict"] == "inconclusive"
+    finding = verdict["first_finding"]
+    assert isinstance(finding, dict) and finding["gate"] == "contract" and "run `make isa`" in finding["what"]
+    assert Outcome.REJECT.value not in dict(verdict["gates"]).values()  # type: ignore[call-overload]
+
+
+def test_a_hazard_is_a_rejection_that_says_where(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, verdict = run(capsys, "--op", "wgrad", "--build", f"{source}:racing", "--case", CASE)
+    assert code == 1 and verdict["verdict"] == "reject"
+    finding = verdict["first_finding"]
+    assert isinstance(finding, dict) and finding["gate"] == "contract"
+    assert all(word in finding["what"] for word in ("HazardError", "plain_bytes: ", " line ", "`", " wave ")), finding
+
+
+def test_the_simplest_rung_passes_on_a_case(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--device", "emu", "--build", "flydsl_simplest", "--case", CASE)
+    code, verdict = run(capsys, *words)
+    assert code == 3 and "special did not run" in str(verdict["reason"])
+    assert verdict["device"] == "gfx950" and verdict["assumes"] == list(gfx950.ASSUMPTIONS)
+
+
+def test_devices_choose_builds(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--device", "cpu", "--build", "flydsl"]) == 2
+    assert "wgrad/flydsl does not run with --device cpu" in capsys.readouterr().err
+    assert main(["run", "--device", "emu", "--op", "forward"]) == 2
+    assert "no build of forward runs with --device emu" in capsys.readouterr().err
+
+
+def test_their_fingerprints_cover_the_machine_code() -> None:
+    for build in EMULATED:
+        assert {"mxgate.fixtures/isa/manifest.json", "mxgate.fixtures/isa/shipping.s.xz"} <= set(build.sources)
+        assert "mxgate.kernels.gfx950.hazards" in build.sources
+
+
+def test_they_are_launched_with_every_padding_and_once_more() -> None:
+    case = data.case_by_id(CASE)
+    on_cpu, emulated = (
+        {spec.label for spec in gates.plan(registry()[name], case, "smoke")}
+        for name in ("wgrad/numpy_windowed", "wgrad/flydsl")
+    )
+    assert on_cpu - emulated == {"repeat 2", "repeat 3"} and not emulated - on_cpu
+
+
+def accepted() -> RunReport:
+    builds = [registry()["wgrad/flydsl_simplest"], registry()["wgrad/numpy_reference"]]
+    passes = dict.fromkeys((gate for gate in GATES if gate != "lineage"), Outcome.PASS)
+    known = {(b.id, CASE): CaseResult(b.id, b.fingerprint(), CASE, passes, (), 0.1) for b in builds}
+    return summarise(builds, [data.case_by_id(CASE)], Settings(), known, ran=0, resumed=0, seconds=0.0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_accept_says_what_it_assumes(whole: bool) -> None:
+    stream = io.StringIO()
+    report.print_run(accepted(), Console(file=stream, width=100), assumptions=whole)
+    out = stream.getvalue()
+    assert f"emulated gfx950 wgrad/flydsl_simplest: {len(gfx950.ASSUMPTIONS)} assumptions about silicon" in out
+    assert all((sentence in out) is whole for sentence in gfx950.ASSUMPTIONS)
+
+
+def test_a_certificate_holds_the_assumptions_and_buys_no_time(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = sorted(certificate.write_all(accepted(), source.parent))
+    held = certificate.read(path)
+    certificate.check(path, held)
+    assert held.build.assumes == gfx950.ASSUMPTIONS and held.device.startswith("gfx950 emulated on cpu: ")
+    assert main(["time", str(path), "--case", CASE]) == 2
+    assert "would be emulated, which says nothing about its time on a GPU" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: mxgate run, list, faults, explain, time, bench-oracle, fixtures, report.
+"""The command line: mxgate run, list, faults, explain, time, inspect, bench-oracle, bench-emulator, fixtures, report.
 
 Exit codes, everywhere: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive. Bad input is one
 line on standard error: what is wrong and what was expected. With --json standard output is one JSON document.
@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mxgate.kernels.build import OPS, Build, BuildError, outside, registry
+from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, outside, registry
 
 # The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -564,6 +564,57 @@ def _met(row: Mapping[str, Any]) -> bool | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# inspect, bench-emulator
+
+
+def cmd_inspect(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.kernels.flydsl import budget
+
+    build = choose_builds([args.build], None)[0].id
+    if build not in budget.KERNELS_OF:
+        raise UsageError(f"{build} has no machine code of its own; expected one of {', '.join(budget.KERNELS_OF)}")
+    try:
+        allowed = budget.read(args.budget) if args.budget is not None else None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    try:
+        figures = budget.inspect(build)
+    except Unavailable as error:
+        print(f"mxgate: {error}", file=sys.stderr)
+        return 3
+    above = () if allowed is None else budget.over(figures, allowed.get(build, {}))
+    if args.json:
+        _print_json({"command": "inspect", "build": build, "kernels": figures, "over budget": list(above)})
+        return int(bool(above))
+    to = text.console()
+    names = list(dict.fromkeys(name for of in figures.values() for name in of))
+    rows = [[name, *(str(of.get(name, "-")) for of in figures.values())] for name in names]
+    text.table(to, [build, *figures], rows, list(figures))
+    routing = f"groups of {', '.join(map(str, budget.SIZES))} tokens, dW {budget.N}x{budget.K}"
+    text.say(to, f"loop: one turn of the main loop by one wave; executed: by all waves, on {routing}")
+    for line in above:
+        text.say(to, f"OVER BUDGET {line}")
+    return int(bool(above))
+
+
+def cmd_bench_emulator(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.kernels.flydsl.bench import bench
+
+    try:
+        rows = list(bench(args.quick))
+    except Unavailable as error:
+        print(f"mxgate: {error}", file=sys.stderr)
+        return 3
+    if args.json:
+        _print_json({"command": "bench-emulator", "quick": args.quick, "rows": rows})
+    else:
+        text.print_emulator(rows, args.quick, text.console())
+    return int(any(row["met"] is False for row in rows))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # fixtures
 
 
@@ -822,6 +873,15 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("bench-oracle", cmd_bench_oracle, "time the oracle beside torchao and beside float32 products")
     sub.add_argument("--quick", action="store_true", help="small sizes, on which no target is judged")
+    as_json(sub)
+
+    sub = command("inspect", cmd_inspect, "count what the machine code of an emulated build costs")
+    sub.add_argument("build", metavar="BUILD", help="such as wgrad/flydsl")
+    sub.add_argument("--budget", type=Path, metavar="FILE", help="exit 1 when a figure is above the one in this file")
+    as_json(sub)
+
+    sub = command("bench-emulator", cmd_bench_emulator, "time the emulator, hazards off and on, against its targets")
+    sub.add_argument("--quick", action="store_true", help="a small size, on which no target is judged")
     as_json(sub)
 
     sub = command("fixtures", cmd_fixtures, "verify, generate, list or capture the tensors in fixtures/")

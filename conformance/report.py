@@ -293,6 +293,25 @@ def print_bench(rows: Sequence[Mapping[str, Any]], quick: bool, to: Console) -> 
         say(to, "small sizes: no target is judged")
 
 
+def print_emulator(rows: Sequence[Mapping[str, Any]], quick: bool, to: Console) -> None:
+    """The table of bench-emulator: CPU seconds, millions of wave-instructions and billions of operations a second."""
+    cells = [
+        [
+            row["what"],
+            f"{row['seconds']:.3f}",
+            f"{row['instructions'] / row['seconds'] / 1e6:.2f}",
+            f"{row['flops'] / row['seconds'] / 1e9:.1f}",
+            "" if row["most"] is None else f"<= {row['most']:g}",
+            {True: Text("met", style="green"), False: Text("MISSED", style="bold red"), None: Text("-")}[row["met"]],
+        ]
+        for row in rows
+    ]
+    columns = ["what", "s", "M instr./s", "GFLOP/s", "target s", ""]
+    table(to, columns, cells, columns[1:5])
+    if quick:
+        say(to, "a small size: no target is judged")
+
+
 def print_timings(timings: Sequence[Timing], case: Case, device: str, to: Console) -> None:
     """Median and spread of each build, beside the first one; a line for each that has no time."""
     timed = [t for t in timings if t.refused is None]

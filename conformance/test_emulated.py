@@ -19,6 +19,7 @@ from mxgate.conformance.run import RunReport, Settings, summarise
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
 from mxgate.kernels import gfx950
 from mxgate.kernels.build import registry
+from mxgate.kernels.flydsl.budget import BUDGET
 
 EMULATED = [build for build in registry().values() if build.device != "cpu"]
 CASE = "wgrad/64x96/empties/signature"
@@ -120,3 +121,27 @@ def test_a_certificate_holds_the_assumptions_and_buys_no_time(source: Path, caps
     assert held.build.assumes == gfx950.ASSUMPTIONS and held.device.startswith("gfx950 emulated on cpu: ")
     assert main(["time", str(path), "--case", CASE]) == 2
     assert "would be emulated, which says nothing about its time on a GPU" in capsys.readouterr().err
+
+
+def test_inspect_holds_a_build_to_its_budget(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "flydsl_simplest", "--budget", str(BUDGET), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["over budget"] == [] and printed["kernels"]["simplest"]["loop: matrix instructions"] == 16
+    tight = json.loads(BUDGET.read_text())
+    tight["wgrad/flydsl_simplest"]["simplest"]["registers"] -= 1
+    (source.parent / "tight.json").write_text(json.dumps(tight))
+    assert main(["inspect", "flydsl_simplest", "--budget", str(source.parent / "tight.json")]) == 1
+    assert "OVER BUDGET simplest, registers: " in capsys.readouterr().out
+    for words, said in (
+        (["numpy_reference"], "has no machine code"),
+        (["flydsl", "--budget", "no"], "no: No such file"),
+    ):
+        assert main(["inspect", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_bench_emulator_prints_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench-emulator", "--quick", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["seconds"] > 0 and row["flops"] == 2 * 256**3 and row["met"] is None for row in rows)
+    assert [row["what"] for row in rows] == [f"dense fp8 256^3, hazards {word}" for word in ("off", "on")]

@@ -241,7 +241,7 @@ def shipping_cdna3(
     return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model="cdna3-like")
 
 
-_NOT_RUN = ("bench", "ledger", "mutants", "sample")  # modules that no build's answer depends on
+_NOT_RUN = ("bench", "budget", "ledger", "mutants", "sample")  # modules that no build's answer depends on
 _SHARED: dict[str, Any] = {
     "op": "wgrad",
     "formats": ("e4m3fn",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+
 from mxgate.kernels.gfx950 import RunResult, parse, run
 from mxgate.kernels.gfx950.sample.compile import texts
 

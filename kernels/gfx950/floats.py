@@ -7,6 +7,7 @@ become NaN as each instruction says. Formats after the OCP MX and OFP8 specifica
 from __future__ import annotations
 
 import numpy as np
+
 from mxgate.kernels.gfx950.state import Array
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
 from mxgate.kernels.gfx950.text import SCC, Instruction, Kernel
 

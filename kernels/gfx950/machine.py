@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from mxgate.kernels.gfx950 import memory
 from mxgate.kernels.gfx950.hazards import Access, Finding, Judge, LdsShadow, Recorder, StoreShadow
 from mxgate.kernels.gfx950.memory import Memory, gather, scatter

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from mxgate.kernels.gfx950 import floats
 from mxgate.kernels.gfx950.state import (
     LANES,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from mxgate.kernels.gfx950 import floats
 from mxgate.kernels.gfx950.state import Array, Get, Layout, Step, Waves, allowed, vector_source
 from mxgate.kernels.gfx950.text import Instruction, Operand

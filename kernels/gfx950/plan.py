@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from mxgate.kernels.gfx950 import memory, mfma, salu, valu
 from mxgate.kernels.gfx950.hazards import register_name
 from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, Tile, shape_of, wait_states

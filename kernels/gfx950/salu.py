@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from mxgate.kernels.gfx950.state import (
     Array,
     Get,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
 from mxgate.kernels.gfx950.text import EXEC, SCC, Instruction, Kernel, Operand, float_bits
 
 Array = Any  # an ndarray: NumPy's stubs lose dtypes and shapes at the first view, so docstrings give them instead

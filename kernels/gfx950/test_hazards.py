@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from mxgate.kernels.gfx950 import Finding, RunResult, parse, run
 from mxgate.kernels.gfx950.sample.compile import texts
 from mxgate.kernels.gfx950.state import Array

@@ -6,6 +6,7 @@ Does not catch costs that only addresses show, such as LDS bank conflicts.
 from __future__ import annotations
 
 import numpy as np
+
 from mxgate.kernels.gfx950 import parse
 from mxgate.kernels.gfx950.ledger import ledger
 from mxgate.kernels.gfx950.sample.compile import texts

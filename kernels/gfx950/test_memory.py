@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from mxgate.kernels.gfx950 import RunError, parse, run
 from mxgate.kernels.gfx950.memory import ATOMICS, BINDERS, transpose
 from mxgate.kernels.gfx950.test_hazards import launch, only

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+
 from mxgate.kernels.gfx950 import plan as planning
 from mxgate.kernels.gfx950 import text
 from mxgate.kernels.gfx950.plan import Entry, Program

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from mxgate.kernels.gfx950 import plan, salu, text, valu
 from mxgate.kernels.gfx950.state import Layout, Waves
 

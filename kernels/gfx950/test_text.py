@@ -6,6 +6,7 @@ Does not catch a mnemonic that LLVM prints and this machine understands differen
 from __future__ import annotations
 
 import pytest
+
 from mxgate.kernels.gfx950 import parse
 from mxgate.kernels.gfx950.text import TextError, instruction
 
@@ -139,6 +140,7 @@ def test_operands_and_modifiers() -> None:
 )
 def test_swizzle_names(pattern: str, lane: object) -> None:
     import numpy as np
+
     from mxgate.kernels.gfx950.memory import _swizzle
 
     offset = instruction(f"ds_swizzle_b32 v0, v1 offset:swizzle({pattern})").modifiers["offset"]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
 from mxgate.kernels.gfx950 import floats
 from mxgate.kernels.gfx950.salu import first_high, first_low, ones, reverse_bits
 from mxgate.kernels.gfx950.state import (

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import difflib
 import fnmatch
+import itertools
 import json
 import os
 import signal
@@ -443,6 +444,8 @@ def cmd_list(args: argparse.Namespace) -> int:
 
 
 def cmd_faults(args: argparse.Namespace) -> int:
+    if args.isa is not None:
+        return _machine_code_faults(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.matrix import kill_matrix
     from mxgate.conformance.run import Settings
@@ -463,6 +466,30 @@ def cmd_faults(args: argparse.Namespace) -> int:
     else:
         text.print_matrix(matrix, text.console())
     return 1 if matrix.survivors or matrix.alarms else 0
+
+
+def _machine_code_faults(args: argparse.Namespace) -> int:
+    """args.isa mutants of the weight gradient's machine code: how many of each kind are noticed, and who is not."""
+    from mxgate.conformance import report as text
+    from mxgate.kernels.flydsl import mutants
+
+    if args.fault:
+        raise UsageError("--fault chooses wrong builds and --isa makes wrong machine code; give one of them")
+    try:
+        with text.Watch("mutants") as step:
+            done = itertools.count(1)
+            judged = mutants.run(args.isa, progress=lambda outcome: step(next(done), args.isa, outcome.mutant.kind))
+    except Unavailable as error:
+        print(f"mxgate: {error}", file=sys.stderr)
+        return 3
+    if args.json:
+        kinds = {kind: {"made": judged.made[kind], "killed": judged.killed[kind]} for kind in judged.made}
+        survivors = [{"mutant": str(o.mutant), "reason": o.reason} for o in judged.survivors]
+        _print_json({"command": "faults --isa", "kinds": kinds, "survivors": survivors})
+    else:
+        for line in str(judged).splitlines():
+            text.say(text.console(), line)
+    return int(bool(judged.unexplained))
 
 
 def _fault_matches(build: Build, patterns: Sequence[str]) -> bool:
@@ -843,6 +870,14 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="only this fault, or a pattern; may be repeated (then no correct build is run)",
+    )
+    sub.add_argument(
+        "--isa",
+        type=_COUNT,
+        nargs="?",
+        const=300,
+        metavar="N",
+        help="instead: N mutants (default 300) of the weight gradient's machine code; exit 1 if one lives on",
     )
     sub.add_argument(
         "--seeds",

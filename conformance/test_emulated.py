@@ -145,3 +145,13 @@ def test_bench_emulator_prints_rates(capsys: pytest.CaptureFixture[str]) -> None
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert all(row["seconds"] > 0 and row["flops"] == 2 * 256**3 and row["met"] is None for row in rows)
     assert [row["what"] for row in rows] == [f"dense fp8 256^3, hazards {word}" for word in ("off", "on")]
+
+
+def test_faults_of_machine_code(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four mutants show the way of the answer only; how many of all are killed is the command's to say."""
+    code = main(["faults", "--isa", "4", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert sum(kind["made"] for kind in found["kinds"].values()) == 4
+    assert 4 - sum(kind["killed"] for kind in found["kinds"].values()) == len(found["survivors"])
+    assert code == int(any(survivor["reason"] is None for survivor in found["survivors"]))
+    assert main(["faults", "--isa", "4", "--fault", "x"]) == 2

@@ -38,7 +38,7 @@ from mxgate.kernels.build import Build, registry
 
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
 IDLE = 24  # children kept waiting: more than an op has builds, or every pair would start one
-LARGE = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
+BULKY = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
 
 
 Item = TypeVar("Item")
@@ -229,7 +229,7 @@ class _Context:
             if variant not in self._operands:
                 made = data.operands(self.case, variant)
                 size = sum(a.nbytes for a in made.arrays.values() if isinstance(a, np.ndarray))
-                if size > LARGE:
+                if size > BULKY:
                     self._operands = dict(list(self._operands.items())[:1])
                 self._operands[variant] = made
             return self._operands[variant]
@@ -395,6 +395,9 @@ class Runner:
             if case.id not in self._contexts:
                 self._contexts[case.id] = _Context(case)
             self._contexts.move_to_end(case.id)
+            if _large(case):
+                for other in [name for name, held in self._contexts.items() if name != case.id and _large(held.case)]:
+                    del self._contexts[other]
             while len(self._contexts) > self._keep:
                 self._contexts.popitem(last=False)
             return self._contexts[case.id]
@@ -423,6 +426,10 @@ class Runner:
             self._all.difference_update(spare)
         for one in spare:
             one.close()
+
+
+def _large(case: Case) -> bool:
+    return case.op != "quantize" and case.n * case.k * case.tokens > data.LARGE
 
 
 class _Declined(Exception):

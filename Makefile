@@ -13,7 +13,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile -q
 
 faults: $(VENV)/.base
-	$(BIN)/mxgate faults
+	$(BIN)/mxgate faults --seeds 20
 
 fixtures: $(VENV)/.base
 	$(BIN)/mxgate fixtures generate

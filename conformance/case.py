@@ -87,6 +87,8 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
         "empties": ((0, 288, 0, 0, 32, 0), (0, 133, 0, 0, 5, 0)),
         "one-takes-all": ((0, 0, 352, 0), (0, 0, 101, 0)),
         "all-empty": ((0, 0, 0), (0, 0, 0)),
+        # For builds that take no other groups.
+        "aligned256": ((256, 0, 512, 256), (256, 0, 512, 256)),
         "single": ((224,), (77,)),
         # 17 scale blocks, on which all-scales shows every byte.
         "17blocks": ((160, 0, 384), (16, 0, 17)),
@@ -105,7 +107,7 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
     }
 )
 # Tokens by which the buffer is longer, where it is not 96.
-_SLACK = MappingProxyType({"uniform": 0, "one-takes-all": 320})
+_SLACK = MappingProxyType({"uniform": 0, "one-takes-all": 320, "aligned256": 256})
 
 # Of "16b" the sizes ramp to 1.5 times the mean, in whole scale blocks, 195,840 tokens together.
 _16B = (1408, 2048, tuple(32 * round(765 * (0.5 + i / 7)) for i in range(8)))
@@ -152,6 +154,7 @@ _SMOKE: tuple[_Row, ...] = (
     ("64x96", "one-takes-all", "exact-sum"),
     ("64x96", "all-empty", "exact-sum"),
     ("64x96", "single", "exact-sum"),
+    *(("64x96", "aligned256", family) for family in ("signature", "normal", "special")),
     ("288x320", "single", "exact-sum"),  # more than one 256 x 256 tile
     ("64x96", "uniform", "all-codes"),
     ("64x96", "ramp1.5", "normal"),

@@ -83,6 +83,15 @@ def test_an_honest_build_passes_every_mandatory_gate_and_fails_none(op: str) -> 
     assert all(Outcome.PASS in seen[gate] for gate in MANDATORY[op])
 
 
+@pytest.mark.parametrize("op", GEMMS)
+def test_a_build_that_takes_only_aligned_groups_can_be_accepted(op: str) -> None:
+    """Cases that it declines are no reason to know too little about it."""
+    build = replace(registry()[f"{op}/numpy_reference"], group_alignment=256)
+    taken = [c for c in data.cases(op, "smoke") if build.declines(c) is None and c.tokens]
+    outcomes = [gates.run_gates(honest(c.id))[0] for c in taken]
+    assert all(any(o[gate] is Outcome.PASS for o in outcomes) for gate in MANDATORY[op])
+
+
 def float32_in_blocks(x: Any, xs: Any, w: Any, ws: Any, offsets: Any, *, out_dtype: Any = None) -> np.ndarray:
     """A forward that adds partial sums of 32 products backwards in float32, and leaves the tail as it was."""
     y = np.empty((x.shape[0], w.shape[1]), out_dtype or ml_dtypes.bfloat16)

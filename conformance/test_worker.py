@@ -366,6 +366,9 @@ def test_a_build_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(ChildError, match=r"raised ModuleNotFoundError at mine.py:1: No module named"):
         Child(outside("forward", f"{tmp_path / 'mine.py'}:f"), Limits())
+    (tmp_path / "mine.py").write_text("def f(:\n")
+    with pytest.raises(ChildError, match=r"raised SyntaxError: .*\(mine.py, line 1\)"):
+        Child(outside("forward", f"{tmp_path / 'mine.py'}:f"), Limits())
     with pytest.raises(BuildError, match="no file"):
         outside("forward", f"{tmp_path / 'other.py'}:f")
     (tmp_path / "mine.py").write_text("g = 1\n")

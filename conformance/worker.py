@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
+from mxgate.kernels import build as build_module
 from mxgate.kernels.build import OPS, Build, BuildError
 
 CANARY = 0xA5
@@ -667,7 +668,8 @@ def _complaint(error: BaseException) -> str:
     if isinstance(error, _Returned | BuildError):
         return str(error)
     # Neither our own lines nor importlib's: both stand around the build's.
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((__file__, "<frozen"))]
+    own = (__file__, str(build_module.__file__), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}{at}{f': {text[:300]}' if text else ''}"

@@ -368,7 +368,8 @@ class Runner:
             try:
                 for spec in specs:
                     operands = context.operands(spec.variant)
-                    for name in operands.extra or {}:
+                    typed = context.case.op != "quantize" and context.case.out_dtype != "bfloat16"
+                    for name in (*(operands.extra or {}), *(["out_dtype"] if typed else [])):
                         if name not in child.keywords:
                             raise _Declined(f"takes no {name}")
                     done[spec.label] = child.launch(context.case, spec, operands)

@@ -115,11 +115,11 @@ def _outside(target: str, op: str | None) -> Build:
 
 def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int) -> list[Any]:
     """The tier's cases of the ops, or those whose id matches one of the patterns. Raises UsageError."""
-    from mxgate.conformance import data
+    from mxgate.conformance.case import cases, salted
 
     tiers = ("smoke", "production") if tier == "production" else (tier,)
     all_ops = list(dict.fromkeys(ops))
-    listed = list({c.id: c for t in tiers for op in all_ops for c in data.cases(op, t)}.values())
+    listed = list({c.id: c for t in tiers for op in all_ops for c in cases(op, t)}.values())
     if patterns:
         chosen: dict[str, Any] = {}
         for pattern in patterns:
@@ -128,15 +128,15 @@ def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: i
                 matching = [_case_named(pattern, all_ops, listed)]
             chosen.update((c.id, c) for c in matching)
         listed = list(chosen.values())
-    return [data.salted(c, salt) for c in listed] if salt else listed
+    return [salted(c, salt) for c in listed] if salt else listed
 
 
 def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
-    from mxgate.conformance import data
+    from mxgate.conformance.case import case_by_id
 
     if not any(sign in pattern for sign in "*?["):
         with contextlib.suppress(ValueError):
-            case = data.case_by_id(pattern)
+            case = case_by_id(pattern)
             if case.op in ops:
                 return case
             raise UsageError(f"case {pattern} is of {case.op}, but no chosen build computes that")
@@ -144,10 +144,10 @@ def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
 
 
 def _case(name: str) -> Any:
-    from mxgate.conformance import data
+    from mxgate.conformance.case import case_by_id
 
     try:
-        return data.case_by_id(name)
+        return case_by_id(name)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -354,7 +354,7 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     from mxgate import oracle
-    from mxgate.conformance import data
+    from mxgate.conformance.case import cases
     from mxgate.conformance.verdict import GATES, MANDATORY
 
     if what == "builds":
@@ -367,7 +367,7 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     if what == "cases":
         return [
             {"case": c.id, "n": c.n, "k": c.k, "tokens": c.tokens, "buffer": c.buffer, "experts": c.experts}
-            for c in data.cases(op, tier)
+            for c in cases(op, tier)
         ]
     if what == "gates":
         mandatory = {gate: [name for name in MANDATORY if gate in MANDATORY[name]] for gate in GATES}
@@ -478,8 +478,9 @@ def _fault_matches(build: Build, patterns: Sequence[str]) -> bool:
 
 
 def cmd_time(args: argparse.Namespace) -> int:
-    from mxgate.conformance import certificate, data, timing
+    from mxgate.conformance import certificate, timing
     from mxgate.conformance import report as text
+    from mxgate.conformance.case import case_by_id
     from mxgate.conformance.worker import Limits
 
     try:
@@ -488,9 +489,9 @@ def cmd_time(args: argparse.Namespace) -> int:
             certificate.check(path, one)
         if len(ops := {one.build.op for _, one in held}) > 1:
             raise UsageError(f"these builds compute different ops ({', '.join(sorted(ops))}); time one op at a time")
-        certified = {path: [data.case_by_id(name) for name in one.cases] for path, one in held}
+        certified = {path: [case_by_id(name) for name in one.cases] for path, one in held}
         if args.case is not None:
-            case = data.case_by_id(args.case)
+            case = case_by_id(args.case)
         else:
             shared = set.intersection(*({c.id for c in cases} for cases in certified.values()))
             common = [c for c in certified[held[0][0]] if c.id in shared]

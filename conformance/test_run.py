@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mxgate.conformance import case as case_module
-from mxgate.conformance import certificate, data, report, run
+from mxgate.conformance import certificate, report, run
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.run import Journal, Settings, code_version, from_line, read_results, to_line
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome
@@ -160,12 +160,12 @@ def test_the_table_fits_its_width(monkeypatch: pytest.MonkeyPatch, columns: int)
     from mxgate.conformance.verdict import worst
 
     builds = [build for build in registry().values() if build.op == "wgrad"]
-    cases = data.cases("wgrad", "smoke")[:2]
+    two = case_module.cases("wgrad", "smoke")[:2]
     known = {}
     for build in builds:
-        for case, outcome in zip(cases, (Outcome.REJECT, Outcome.INCONCLUSIVE), strict=True):
+        for case, outcome in zip(two, (Outcome.REJECT, Outcome.INCONCLUSIVE), strict=True):
             known[build.id, case.id] = CaseResult(build.id, "", case.id, dict.fromkeys(GATES, outcome), (), 0.1)
-    made = summarise(builds, cases, Settings(), known, ran=0, resumed=0, seconds=0.0)
+    made = summarise(builds, two, Settings(), known, ran=0, resumed=0, seconds=0.0)
     assert worst(made.verdicts[0].gates.values()) is Outcome.REJECT
     stream = StringIO()
     report.print_run(made, Console(file=stream, width=columns, force_terminal=columns == 80, color_system=None))
@@ -185,7 +185,7 @@ def test_some_cases_of_a_tier_are_never_an_accept(say: Say, source: Path, monkey
     monkeypatch.undo()
     monkeypatch.chdir(source.parent)
     code, out, _ = say("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW)
-    missing = len(data.cases("wgrad", "smoke")) - 3
+    missing = len(case_module.cases("wgrad", "smoke")) - 3
     assert code == 3 and f"passed, but {missing} cases of the smoke tier were not asked for" in out
     assert not (source.parent / ".mxgate/certificates").exists()
 
@@ -302,9 +302,8 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path, source
     assert done.returncode == 3, "some cases of a tier are no accept, resumed or not"
     assert "were not asked for" in document["verdicts"][0]["reason"]
     assert document["resumed"] == before.count(b"\n") >= 3
-    total = sum(
-        case.id.startswith(("wgrad/64x96/e", "wgrad/64x96/r", "wgrad/64x96/s")) for case in data.cases("wgrad", "smoke")
-    )
+    begins = ("wgrad/64x96/e", "wgrad/64x96/r", "wgrad/64x96/s")
+    total = sum(case.id.startswith(begins) for case in case_module.cases("wgrad", "smoke"))
     assert document["ran"] == total - document["resumed"]
     after = _lines(results)
     assert results.read_bytes().startswith(before) and len(after) == total

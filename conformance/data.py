@@ -34,15 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mxgate import oracle
-from mxgate.conformance.case import Case, captured, case_by_id, cases, salted
+from mxgate.conformance.case import Case, captured
 from mxgate.conformance.launch import Operands
 from mxgate.conformance.poison import COPIED, POISONS, STALE
 from mxgate.kernels.build import OPS
 from mxgate.oracle import Answer
 from mxgate.oracle.formats import E8M0, FORMATS, SCALE_BIAS, SCALE_NAN, U8, decode_table, random_bits
 from mxgate.oracle.quantize import BLOCK, MXArray, quantize
-
-__all__ = ["answer", "case_by_id", "cases", "operands", "salted", "variants"]
 
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import mxgate.oracle
+from mxgate.conformance import case as case_module
 from mxgate.conformance import data, gates
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands
@@ -578,7 +579,7 @@ def summarise(
 def left_out(op: str, tier: str, cases: Sequence[Case]) -> int:
     """How many of the tier's cases of an op are not among `cases`, whatever their salt."""
     have = {replace(c, salt=0) for c in cases}
-    return sum(c not in have for c in data.cases(op, tier))
+    return sum(c not in have for c in case_module.cases(op, tier))
 
 
 def order(cases: Iterable[Case]) -> list[Case]:

@@ -84,7 +84,7 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
         "skew2": ((256, 96, 64, 96), (86, 29, 31, 26)),
         # Boundaries at 160, 288, 416 and 512: every inner one 32-aligned and none 128-aligned.
         "shift32": ((160, 128, 128, 96), (65, 43, 43, 11)),
-        "empties": ((0, 288, 0, 0, 32, 0), (0, 133, 0, 0, 5, 0)),
+        "empties": ((0, 0, 288, 0, 0, 32, 0, 0, 0), (0, 0, 133, 0, 0, 5, 0, 0, 0)),
         "one-takes-all": ((0, 0, 352, 0), (0, 0, 101, 0)),
         "all-empty": ((0, 0, 0), (0, 0, 0)),
         # For builds that take no other groups.
@@ -169,12 +169,30 @@ _SMOKE: tuple[_Row, ...] = (
     ("64x96", "ramp1.5", "exact-sum", "e4m3fn", "float16"),
     ("64x96", "ramp1.5", "signature", "e4m3fn", "float16"),  # overflows float16
     ("64x96", "ramp1.5", "normal", "e4m3fn", "float32"),
+    ("64x96", "ramp1.5", "subnormal"),
+    ("64x96", "ramp1.5", "subnormal", "e4m3fn", "float16"),
 )
+# Long sums in float32 show a narrow accumulator, odd sizes what is done in sixteens.
 _SMOKE_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {
-        "forward": (("16x544", "17blocks", "all-scales"), ("64x96", "empties", "bias")),
-        "dgrad": (("16x544", "17blocks", "all-scales"),),
-        "wgrad": (("32x48", "17blocks", "all-scales"),),
+        "forward": (
+            ("16x544", "17blocks", "all-scales"),
+            ("64x96", "empties", "bias"),
+            ("64x96", "ramp1.5", "bias-sum"),
+            ("64x96", "ramp1.5", "bias-sum", "e4m3fn", "float32"),
+            ("33x96", "ramp1.5", "signature"),
+            ("16x1024", "ramp1.5", "normal", "e4m3fn", "float32"),
+        ),
+        "dgrad": (
+            ("16x544", "17blocks", "all-scales"),
+            ("33x96", "ramp1.5", "signature"),
+            ("16x1024", "ramp1.5", "normal", "e4m3fn", "float32"),
+        ),
+        "wgrad": (
+            ("32x48", "17blocks", "all-scales"),
+            ("33x50", "ramp1.5", "signature"),
+            ("32x48", "m64", "normal", "e4m3fn", "float32"),
+        ),
     }
 )
 _CAPTURED_SMOKE = (("moe0.down", "early", "captured"), ("moe1.up", "late", "captured"))
@@ -239,7 +257,10 @@ _QUANTIZE_SMOKE: tuple[_Row, ...] = (
     ("64x96", "axis1", "normal", "e4m3fn", "float32"),
     ("64x96", "axis1", "normal", "e4m3fn", "float16"),
     ("64x96", "axis1", "heavy-tailed"),
-    ("64x96", "axis1", "special"),
+    ("64x160", "axis1", "normal"),  # an odd number of blocks
+    ("32x64x96", "axis0", "normal", "e4m3fn", "float32"),
+    ("64x192", "axis1", "special"),
+    ("4x64x96", "axis2", "special", "e4m3fn", "float32"),
     ("64x96", "axis0", "special", "e4m3fn", "float32"),
     ("64x96", "axis1", "tiny", "e4m3fn", "float32"),
     ("64x96", "axis1", "midpoints", "e4m3fn", "float32"),

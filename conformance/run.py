@@ -39,7 +39,7 @@ from mxgate.kernels import build as build_module
 from mxgate.kernels.build import Build, registry
 
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
-IDLE = 24  # children kept waiting: more than an op has builds, or every pair would start one
+IDLE = 64  # children kept waiting: more than an op has builds, or what a build keeps between cases would not show
 BULKY = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
 
 

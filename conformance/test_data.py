@@ -94,7 +94,7 @@ def test_production_is_the_published_shape() -> None:
 # SHA-256, first 16 digits, of all operand bytes. They change only on purpose, and the golden files with them.
 GOLDEN = {
     "forward/64x96/ramp1.5/exact-sum": "2bf34484ae280c1e",
-    "dgrad/96x64/empties/signature": "4a37682cc13a9084",
+    "dgrad/96x64/empties/signature": "11ea5de0e2bd280a",
     "wgrad/64x96/shift32/signature": "e7f12cf3b8ac0fa2",
     "wgrad/64x96/ramp1.5/normal": "8a9032278fad1a7d",
     "wgrad/64x96/ramp1.5/heavy-tailed": "5b9880bdc6bf2072",
@@ -102,7 +102,7 @@ GOLDEN = {
     "forward/64x96/shift32/special+e5m2xe5m2": "518efdb311ec7afd",
     "forward/64x96/uniform/all-codes": "04cfed917e510fb3",
     "wgrad/32x48/17blocks/all-scales": "5ccd4f13c69c2dcc",
-    "forward/64x96/empties/bias": "f370110e392200de",
+    "forward/64x96/empties/bias": "d94b407ffa5b9b1a",
     "wgrad/moe1.up/late/captured": "ed95344fec851a4f",
     "quantize/64x1024/axis1/edges+float32": "fb2b2b67ae279bfe",
     "quantize/64x1024/axis1/maxima": "d3130b87bf2d62e8",
@@ -188,7 +188,7 @@ def unit(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in gemms() if c.family in EXACT and c.family not in ("bias", "all-codes")], ids=ids
+    "case", [c for c in gemms() if c.family in EXACT and c.family not in ("bias", "bias-sum", "all-codes")], ids=ids
 )
 def test_no_order_of_addition_rounds_an_exact_sum(case: Case) -> None:
     """Each row's numbers are whole multiples of a unit, so products are of the two units' product, and sum |a||b| is at
@@ -386,7 +386,7 @@ def test_edges_hold_both_neighbours_of_every_power_of_two() -> None:
 
 
 def test_special_inputs_have_a_nan_at_each_place() -> None:
-    nan = np.isnan(blocks(case_by_id("quantize/64x96/axis1/special")).astype(np.float32))
+    nan = np.isnan(blocks(case_by_id("quantize/64x192/axis1/special")).astype(np.float32))
     assert nan.any(axis=0).all() and nan.all(axis=1).any() and (~nan.any(axis=1)).any()
 
 

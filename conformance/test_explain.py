@@ -63,7 +63,7 @@ KNOWN = [
     ("forward/fault_zeros", "forward/64x96/ramp1.5/normal", "all zeros", "certain"),
     ("quantize/fault_rceil", "quantize/64x96/axis1/normal", "profile torchao-rceil", "certain"),
     ("quantize/fault_r175", "quantize/64x96/axis1/normal", "rule r175", "certain"),
-    ("quantize/fault_nan_lost", "quantize/64x96/axis1/special", "a NaN or an infinity is lost", "likely"),
+    ("quantize/fault_nan_lost", "quantize/64x192/axis1/special", "a NaN or an infinity is lost", "likely"),
 ]  # fmt: skip
 
 

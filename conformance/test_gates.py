@@ -113,7 +113,7 @@ def float32_in_blocks(x: Any, xs: Any, w: Any, ws: Any, offsets: Any, *, out_dty
 def test_a_build_of_another_design_passes_what_it_promises() -> None:
     build = Build("blocks", "forward", "nowhere:f", tail="undefined", out_dtypes=("bfloat16", "float16", "float32"))
     for case in cases("forward", "smoke"):
-        if case.family != "bias":
+        if "bias" not in case.family:
             assert not rejecting(collect(build, case, float32_in_blocks)), case.id
     promised = replace(build, tail="zero")
     assert rejecting(collect(promised, case_by_id(ROWS), float32_in_blocks)) == {"contract", "padding"}
@@ -405,7 +405,7 @@ def test_lineage_compares_with_the_ancestor_and_is_inconclusive_without() -> Non
 
 
 def test_nothing_is_passed_on_no_evidence() -> None:
-    for id in (CONTROL, EMPTIES, ROWS, "wgrad/64x96/shift32/special", "quantize/64x96/axis1/special"):
+    for id in (CONTROL, EMPTIES, ROWS, "wgrad/64x96/shift32/special", "quantize/64x192/axis1/special"):
         outcomes, _ = gates.run_gates(replace(honest(id), launches=()))
         assert Outcome.PASS not in outcomes.values(), id
 
@@ -460,7 +460,7 @@ def test_exact_rejects_one_wrong_byte_of_a_quantizer(id: str, part: int) -> None
 
 
 def test_special_rejects_a_quantizer_that_loses_a_nan() -> None:
-    e = honest("quantize/64x96/axis1/special")
+    e = honest("quantize/64x192/axis1/special")
     assert isinstance(e.answer, MXArray)
     block = np.argwhere(e.answer.scale_codes() == 255)[0]
 

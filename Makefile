@@ -13,7 +13,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist loadfile -q
 
 faults: $(VENV)/.base
-	$(BIN)/mxgate faults
+	$(BIN)/mxgate faults --seeds 20
 
 # The committed machine code of the FlyDSL kernels, after a change of their source.
 isa: $(VENV)/.test

@@ -27,6 +27,7 @@ from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, outside, r
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 STATE = Path(".mxgate")
+TIERS = ("smoke", "full", "production")
 _EXIT = "exit codes: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive"
 
 
@@ -127,11 +128,11 @@ def _outside(target: str, op: str | None) -> Build:
 
 def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int) -> list[Any]:
     """The tier's cases of the ops, or those whose id matches one of the patterns. Raises UsageError."""
-    from mxgate.conformance import data
+    from mxgate.conformance.case import cases, salted
 
     tiers = ("smoke", "production") if tier == "production" else (tier,)
     all_ops = list(dict.fromkeys(ops))
-    listed = list({c.id: c for t in tiers for op in all_ops for c in data.cases(op, t)}.values())
+    listed = list({c.id: c for t in tiers for op in all_ops for c in cases(op, t)}.values())
     if patterns:
         chosen: dict[str, Any] = {}
         for pattern in patterns:
@@ -140,15 +141,15 @@ def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: i
                 matching = [_case_named(pattern, all_ops, listed)]
             chosen.update((c.id, c) for c in matching)
         listed = list(chosen.values())
-    return [data.salted(c, salt) for c in listed] if salt else listed
+    return [salted(c, salt) for c in listed] if salt else listed
 
 
 def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
-    from mxgate.conformance import data
+    from mxgate.conformance.case import case_by_id
 
     if not any(sign in pattern for sign in "*?["):
         with contextlib.suppress(ValueError):
-            case = data.case_by_id(pattern)
+            case = case_by_id(pattern)
             if case.op in ops:
                 return case
             raise UsageError(f"case {pattern} is of {case.op}, but no chosen build computes that")
@@ -156,10 +157,10 @@ def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
 
 
 def _case(name: str) -> Any:
-    from mxgate.conformance import data
+    from mxgate.conformance.case import case_by_id
 
     try:
-        return data.case_by_id(name)
+        return case_by_id(name)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -221,8 +222,7 @@ def _settings(args: argparse.Namespace) -> Any:
 
     return Settings(
         tier=args.tier,
-        jobs=args.jobs
-        or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)),
+        jobs=args.jobs or _cores(),
         shard=args.shard,
         limits=Limits(args.time_limit or (600.0 if args.tier == "production" else 60.0), args.memory_limit),
         gates=_gates(args.gate),
@@ -245,6 +245,9 @@ def cmd_run(args: argparse.Namespace) -> int:
         if build.id not in registry() and not build.name.startswith("fault_"):
             _try_loading(build, settings.limits)
     out = _folder(args.out)
+    with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
+        STATE.mkdir(exist_ok=True)
+        (STATE / "last-run").write_text(str(out.resolve()))
     with text.Watch("cases") as step:
         report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
     return _finish(report, out, args.json, args.device)
@@ -253,8 +256,6 @@ def cmd_run(args: argparse.Namespace) -> int:
 def _folder(out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        STATE.mkdir(exist_ok=True)
-        (STATE / "last-run").write_text(str(out.resolve()))
     except OSError as error:
         raise UsageError(f"cannot write to {str(out)!r}: {error.strerror}") from None
     return out
@@ -311,10 +312,14 @@ def cmd_report(args: argparse.Namespace) -> int:
     cases = {name: _case(name) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
     settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
-    wanted = {}
-    for (build, fingerprint, case, under), result in known.items():
-        if under == stamp and build in builds and builds[build].fingerprint() == fingerprint:
-            wanted[build, case] = result
+    if stamp != settings.stamp:
+        raise UsageError(f"{args.folder[0]} was judged by another version of mxgate or of Python; run it again")
+    prints = {name: build.fingerprint() for name, build in builds.items()}
+    wanted = {
+        (build, case): result
+        for (build, fingerprint, case, under), result in known.items()
+        if under == stamp and prints.get(build) == fingerprint
+    }
     report = summarise(
         list(builds.values()),
         list(cases.values()),
@@ -325,19 +330,28 @@ def cmd_report(args: argparse.Namespace) -> int:
         seconds=0.0,
         warnings=tuple(warnings),
     )
-    return _finish(report, args.folder[0] if len(args.folder) == 1 else _folder(args.out), args.json)
+    apart = STATE / "report" if len(args.folder) > 1 else args.folder[0]
+    return _finish(report, _folder(args.out or apart), args.json)
 
 
 def _plan(folder: Path) -> dict[str, Any]:
     """What run.json says, its builds as records. Raises UsageError."""
+    from mxgate.conformance.verdict import GATES
     from mxgate.conformance.worker import Limits, build_from
 
     try:
         plan = json.loads((folder / "run.json").read_bytes())
         plan["builds"] = [build_from(record) for record in plan["builds"]]
         plan["limits"] = Limits(**plan["limits"])
-        texts = [plan["stamp"], plan["tier"], *plan["cases"], *plan["gates"]]
-        if all(isinstance(text, str) for text in texts):
+        sound = (
+            all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"]))
+            and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())
+            and plan["tier"] in TIERS
+            and bool(plan["gates"])
+            and set(plan["gates"]) <= set(GATES)
+            and not any(os.sep in build.name for build in plan["builds"])  # a name is part of a file name
+        )
+        if sound:
             return dict(plan)
     except OSError:
         raise UsageError(
@@ -354,7 +368,7 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     from mxgate import oracle
-    from mxgate.conformance import data
+    from mxgate.conformance.case import cases
     from mxgate.conformance.verdict import GATES, MANDATORY
 
     if what == "builds":
@@ -367,7 +381,7 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     if what == "cases":
         return [
             {"case": c.id, "n": c.n, "k": c.k, "tokens": c.tokens, "buffer": c.buffer, "experts": c.experts}
-            for c in data.cases(op, tier)
+            for c in cases(op, tier)
         ]
     if what == "gates":
         mandatory = {gate: [name for name in MANDATORY if gate in MANDATORY[name]] for gate in GATES}
@@ -398,6 +412,7 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
         ]
     return [
         {"accumulator": a.name, "bits": a.bits or "exact", "step": a.step, "verified": "yes" if a.verified else "no",
+         "false alarms": f"{odds:.0e} an element" if (odds := a.failure_probability(1)) else "none",
          "source": a.source}
         for a in oracle.ACCUMULATORS.values()
     ]  # fmt: skip
@@ -465,7 +480,9 @@ def cmd_faults(args: argparse.Namespace) -> int:
         _print_json(text.matrix_document(matrix))
     else:
         text.print_matrix(matrix, text.console())
-    return 1 if matrix.survivors or matrix.alarms else 0
+    if matrix.survivors or matrix.alarms:
+        return 1
+    return 3 if all(row.skipped is not None for row in matrix.rows) else 0
 
 
 def _machine_code_faults(args: argparse.Namespace) -> int:
@@ -502,8 +519,9 @@ def _fault_matches(build: Build, patterns: Sequence[str]) -> bool:
 
 
 def cmd_time(args: argparse.Namespace) -> int:
-    from mxgate.conformance import certificate, data, timing
+    from mxgate.conformance import certificate, timing
     from mxgate.conformance import report as text
+    from mxgate.conformance.case import case_by_id
     from mxgate.conformance.worker import Limits
 
     try:
@@ -512,9 +530,9 @@ def cmd_time(args: argparse.Namespace) -> int:
             certificate.check(path, one)
         if len(ops := {one.build.op for _, one in held}) > 1:
             raise UsageError(f"these builds compute different ops ({', '.join(sorted(ops))}); time one op at a time")
-        certified = {path: [data.case_by_id(name) for name in one.cases] for path, one in held}
+        certified = {path: [case_by_id(name) for name in one.cases] for path, one in held}
         if args.case is not None:
-            case = data.case_by_id(args.case)
+            case = case_by_id(args.case)
         else:
             shared = set.intersection(*({c.id for c in cases} for cases in certified.values()))
             common = [c for c in certified[held[0][0]] if c.id in shared]
@@ -834,7 +852,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--tier",
-        choices=["smoke", "full", "production"],
+        choices=TIERS,
         default="smoke",
         help="how many cases and repeats (default smoke; production: smoke and the large shapes)",
     )
@@ -857,9 +875,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--out",
         type=Path,
-        default=STATE / "report",
         metavar="DIR",
-        help="where junit.xml and certificates go (default .mxgate/report)",
+        help="where junit.xml and certificates go (default: the folder itself; of several, .mxgate/report)",
     )
     as_json(sub)
 
@@ -932,9 +949,7 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("list", cmd_list, "list builds, cases, gates, faults, formats, profiles or accumulators")
     sub.add_argument("listing", nargs="?", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))
     sub.add_argument("--op", choices=list(OPS), help="only of this op")
-    sub.add_argument(
-        "--tier", choices=["smoke", "full", "production"], default="smoke", help="whose cases (default smoke)"
-    )
+    sub.add_argument("--tier", choices=TIERS, default="smoke", help="whose cases (default smoke)")
     as_json(sub)
     return parser
 
@@ -965,6 +980,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has gone. Python would complain again while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ValueError as error:
+        from mxgate.fixtures.store import StoreError
+
+        if not isinstance(error, StoreError):
+            raise
+        print(f"mxgate: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"mxgate: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
         return 2

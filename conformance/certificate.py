@@ -8,12 +8,13 @@ whoever wants to forge a certificate can as well forge the build.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,9 +23,8 @@ from typing import Any
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.run import RunReport, code_version
-from mxgate.conformance.verdict import GATES
 from mxgate.conformance.worker import build_from
-from mxgate.kernels.build import Build, BuildError
+from mxgate.kernels.build import Build, BuildError, registry, version
 
 FORMAT = "mxgate certificate 1"
 
@@ -58,8 +58,8 @@ def device() -> str:
                 break
     except OSError:
         asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        with_sysctl = subprocess.run(asked, capture_output=True, text=True, check=False)
-        name = with_sysctl.stdout.strip()
+        with contextlib.suppress(OSError):
+            name = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     return f"cpu: {name or platform.processor() or 'unnamed'}, {platform.machine()}"
 
 
@@ -69,14 +69,12 @@ def device_of(build: Build) -> str:
 
 
 def write_all(report: RunReport, folder: Path) -> list[Path]:
-    """A certificate for every accepted build of a finished plan; those of builds that are not accepted are removed.
-
-    Nothing is written for a run in which a gate was left out."""
+    """A certificate for every accepted build of a finished plan; a rejected build loses the one it had."""
     written = []
     for build, verdict in zip(report.builds, report.verdicts, strict=True):
         path = folder / f"{build.op}-{build.name}.json"
-        if verdict.word != "accept" or report.settings.gates != GATES:
-            if verdict.word in ("reject", "accept"):
+        if verdict.word != "accept":
+            if verdict.word == "reject":
                 path.unlink(missing_ok=True)
             continue
         mine = [result for result in report.results if result.build == build.id and result.skipped is None]
@@ -161,17 +159,13 @@ def covers(path: Path, certificate: Certificate, case: Case, certified: Sequence
 
 
 def _name(build: Build) -> str:
-    return build.target if "/" in build.target else build.name
+    """What to give to --build, quoted for a shell."""
+    return build.name if build.id in registry() else shlex.quote(build.target)
 
 
 def _versions(build: Build) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("numpy", "ml_dtypes", *build.requires):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
-    return found
+    packages = ("numpy", "ml_dtypes", *build.requires)
+    return {"python": platform.python_version(), **{package: version(package) for package in packages}}
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ all-codes     one product an output, and every finite element code on either sid
 all-scales    every scale byte 0..254 on either side, with a partner that brings the product back near 1.
 special       exact-sum with NaN, infinity, and the scale bytes 0xFF and 0xFE put among the tokens.
 bias          a zero operand, so that an output is its bias, 100 * expert + column.
+bias-sum      exact-sum and a bias in half units, added before the one rounding.
+subnormal     exact-sum so far down that outputs are subnormal numbers of the output type.
 normal, heavy-tailed, cancellation, captured: rounded on the way, held to the interval.
 """
 
@@ -34,15 +36,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mxgate import oracle
-from mxgate.conformance.case import Case, captured, case_by_id, cases, salted
+from mxgate.conformance.case import Case, captured
 from mxgate.conformance.launch import Operands
 from mxgate.conformance.poison import COPIED, POISONS, STALE
 from mxgate.kernels.build import OPS
 from mxgate.oracle import Answer
 from mxgate.oracle.formats import E8M0, FORMATS, SCALE_BIAS, SCALE_NAN, U8, decode_table, random_bits
 from mxgate.oracle.quantize import BLOCK, MXArray, quantize
-
-__all__ = ["answer", "case_by_id", "cases", "operands", "salted", "variants"]
 
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]
@@ -52,7 +52,7 @@ Planes = tuple[U8, U8]  # element codes [rows, length] and scale codes [rows, le
 # an exact answer the one up to which bfloat16 holds every integer, as the Freivalds check is sharpest then.
 BUDGET, LARGE_BUDGET = 1 << 13, 1 << 8
 # Families on which every legitimate kernel gives the same bits.
-EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias")
+EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal")
 # Multiply-adds above which there is no Answer and the Freivalds check judges.
 LARGE = 1 << 36
 
@@ -118,7 +118,7 @@ class Frame:
 
     rows: of A and B. length: of the contraction, tokens only. segments: spans of the contraction that are summed by
     themselves (wgrad: the groups; else the whole). expert: of each row of A and B (wgrad: 0, the segment says it).
-    budget: of sum |a||b| in units.
+    budget: of sum |a||b| in units. lowest: what the subnormal family adds to the exponents of its products.
     """
 
     seed: int
@@ -128,6 +128,7 @@ class Frame:
     segments: tuple[tuple[int, int], ...]
     expert: tuple[I64, I64]
     budget: int = BUDGET
+    lowest: int = 0
 
     @property
     def blocks(self) -> int:
@@ -136,6 +137,10 @@ class Frame:
     @property
     def longest(self) -> int:
         return max((end - start for start, end in self.segments), default=0)
+
+
+# Products in quarters of 2^this: with few terms below the smallest normal number, and none below the smallest number.
+_LOWEST = MappingProxyType({"bfloat16": -131, "float32": -146, "float16": -22})
 
 
 def frame(case: Case) -> Frame:
@@ -150,7 +155,7 @@ def frame(case: Case) -> Frame:
         rows, segments = (case.tokens, case.experts * unit), ((0, length),)
         expert = (np.repeat(np.arange(case.experts), case.sizes), np.repeat(np.arange(case.experts), unit))
     budget = LARGE_BUDGET if is_large(case) and case.family == "exact-sum" else BUDGET
-    return Frame(case.seed, case.formats, rows, length, segments, expert, budget)
+    return Frame(case.seed, case.formats, rows, length, segments, expert, budget, _LOWEST[case.out_dtype])
 
 
 def is_large(case: Case) -> bool:
@@ -369,6 +374,12 @@ def _special(f: Frame, side: int) -> Planes:
     return codes, scales
 
 
+def _subnormal(f: Frame, side: int) -> Planes:
+    codes, scales = _exact_sum(f, side)
+    scales += np.uint8((f.lowest + side) // 2 % 256)
+    return codes, scales
+
+
 def _bias(f: Frame, side: int) -> Planes:
     codes, scales = _exact_sum(f, side)
     if side == 0:
@@ -421,6 +432,8 @@ FAMILIES: Mapping[str, Callable[[Frame, int], Planes]] = MappingProxyType(
         "all-codes": _all_codes,
         "all-scales": _all_scales,
         "bias": _bias,
+        "bias-sum": _exact_sum,
+        "subnormal": _subnormal,
     }
 )
 
@@ -508,9 +521,10 @@ def _q_special(case: Case, blocks: int) -> F32:
     x = _normal(case.seed, "x", slice(0, blocks), BLOCK)
     kinds = (np.nan, np.inf, -np.inf, -np.nan)
     for b in range(blocks):
-        group, place = divmod(b, BLOCK)
-        if (group < len(kinds) and b % 2 == 0) or (group >= len(kinds) and b % 3 == 0):
-            x[b, place] = kinds[group % len(kinds)]
+        # Every other block; the places advance by one, the kinds with every 32 of them.
+        turn = b // 2
+        if b % 2 == 0:
+            x[b, turn % BLOCK] = kinds[turn // BLOCK % len(kinds)]
     whole = (0.0, -0.0, np.nan, np.inf, -np.inf, np.finfo(np.float32).max, 2.0**-149, -(2.0**-127), 1.0)
     for i, value in enumerate(whole[: max(0, blocks - BLOCK)]):
         x[-1 - 2 * i] = value
@@ -617,6 +631,15 @@ def _mx(planes: Planes, axis: int, format: str) -> MXArray:
     return MXArray(codes.view(FORMATS[format].dtype), scales.view(E8M0.dtype), axis, format)
 
 
+# (expert, column) -> bias. That of bias-sum is as large as the sums, in halves, and differs between neighbours.
+_BIASES: Mapping[str, Callable[[I64, I64], NDArray[Any]]] = MappingProxyType(
+    {
+        "bias": lambda expert, column: 100.0 * expert + column,
+        "bias-sum": lambda expert, column: ((37 * expert + 11 * column) % 127 - 63) / 2,
+    }
+)
+
+
 def operands(case: Case, variant: str = "nan") -> Operands:
     """What a build is called with. The variant decides the bytes past the tokens and nothing else.
 
@@ -642,8 +665,9 @@ def operands(case: Case, variant: str = "nan") -> Operands:
     offsets = np.cumsum(case.sizes, dtype=np.int32)
     values = (a.elements, a.scales, b.elements, b.scales, offsets)
     bias = {}
-    if case.family == "bias":
-        bias["bias"] = (100.0 * np.arange(case.experts)[:, None] + np.arange(case.n)).astype(np.float32)
+    if case.family in _BIASES:
+        of = _BIASES[case.family](np.arange(case.experts)[:, None], np.arange(case.n))
+        bias["bias"] = np.asarray(of, np.float32)
     return Operands(dict(zip(OPS[case.op].operands, values, strict=True)), a, b, offsets, bias)
 
 
@@ -661,7 +685,7 @@ def answer(case: Case, given: Operands, profile: str = "ocp") -> Answer | MXArra
     exact = {"forward": oracle.forward, "dgrad": oracle.dgrad, "wgrad": oracle.wgrad}[case.op]
     result = exact(given.a, given.b, given.offsets)
     if given.extra and "bias" in given.extra:
-        rows = np.repeat(given.extra["bias"].astype(np.float64), case.sizes, axis=0)
-        value = np.concatenate([rows, np.zeros((result.value.shape[0] - rows.shape[0], case.n))])
-        result = replace(result, value=value, magnitude=np.abs(value))
+        added = np.zeros(result.value.shape)  # whole numbers of quarters: the additions are exact
+        added[: case.tokens] = np.repeat(given.extra["bias"].astype(np.float64), case.sizes, axis=0)
+        result = replace(result, value=result.value + added, magnitude=result.magnitude + np.abs(added))
     return result

@@ -11,7 +11,7 @@ A cause is a help for whoever looks for the mistake. No verdict depends on one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -57,10 +57,6 @@ class Explanation:
         """For people."""
         told = [f"likely cause ({c.confidence}): {c.sentence}" for c in self.causes]
         return (*self.where, *self.facts, *(told or ["likely cause: none of the known mistakes gives these bits"]))
-
-    def as_dict(self) -> dict[str, Any]:
-        """For machines: JSON types only."""
-        return asdict(self)
 
 
 def explain(e: Evidence, finding: Finding) -> tuple[str, ...]:

@@ -675,6 +675,13 @@ def _via(sums: F64, dtype: np.dtype[Any], through: np.dtype[Any]) -> Array:
     return finish(round_to(sums, through).astype(np.float64), dtype)
 
 
+def _saturated(sums: F64, dtype: np.dtype[Any]) -> Array:
+    # The pattern below infinity's.
+    infinity = round_to(np.array([np.inf]), dtype).view(f"u{dtype.itemsize}")
+    most = float((infinity - infinity.dtype.type(1)).view(dtype)[0])
+    return finish(np.clip(sums, -most, most), dtype)
+
+
 def _partial_sums(a: F64, b: F64, dtype: np.dtype[Any], step: int, running: bool) -> F64:
     total = np.zeros((a.shape[0], b.shape[0]))
     with np.errstate(all="ignore"):
@@ -697,6 +704,7 @@ def rounding_hypotheses() -> Iterator[Hypothesis]:
     """The accumulator narrowed wrongly, or too early."""
     yield Hypothesis("the accumulator is truncated to bfloat16, not rounded", finish=partial(_bfloat16, add=0))
     yield Hypothesis("ties are rounded away from zero on the way to bfloat16", finish=partial(_bfloat16, add=0x8000))
+    yield Hypothesis("what is too large for the output becomes its largest number, not infinity", finish=_saturated)
     narrow = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
     for dtype in narrow:
         yield Hypothesis(

@@ -70,6 +70,7 @@ class Operands:
 class Launch:
     """What came back from one launch.
 
+    spec: as asked for, but for `out`: "none" where the callable takes no such keyword.
     error: None, or why there is no output ("killed by SIGSEGV", "no answer within 60 s", "exceeded 8 GiB",
         "raised ValueError: ...").
     output: empty on error; else the arrays that the build returned (one; quantize: elements and scales) in ml_dtypes or

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mxgate.conformance import data
-from mxgate.conformance.case import Case
+from mxgate.conformance.case import Case, cases, salted
 from mxgate.conformance.rules import RULES, verdicts
 from mxgate.conformance.run import Runner, Settings, order
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
@@ -92,9 +92,9 @@ def kill_matrix(
     checked = 0
     with Runner(settings) as runner:
         pairs = [
-            (build, data.salted(case, salt))
+            (build, salted(case, salt))
             for salt in range(1, seeds + 1)
-            for case in order(data.cases(None, "smoke"))
+            for case in order(cases(None, "smoke"))
             for build in correct
             if build.op == case.op
         ]
@@ -117,7 +117,7 @@ def _row(runner: Runner, fault: Fault) -> Row:
     random: dict[str, bool | None] = dict.fromkeys(RULES)
     first = skipped = None
     examined = 0
-    for case in _likely_first(fault, data.cases(fault.build.op, "smoke")):
+    for case in _likely_first(fault, cases(fault.build.op, "smoke")):
         result, evidence = runner.examine(fault.build, case, [""] if gates[fault.gate] else ())
         if result.skipped is not None:
             skipped = result.skipped

@@ -175,8 +175,8 @@ def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:
 def _advice(verdict: Verdict, report: RunReport) -> str:
     needed = MANDATORY[verdict.build.partition("/")[0]]
     missing = [gate for gate in needed if verdict.gates.get(gate) is Outcome.SILENT]
-    if report.settings.gates != GATES:
-        return f"only {', '.join(report.settings.gates)} was asked for; an accept needs every gate"
+    if verdict.reason.endswith(("were not asked for", "needs every gate")):
+        return "next: for a verdict, run again without --case and --gate"
     if verdict.reason.endswith("have no result yet"):
         return "next: run the other shards into the same --out, then mxgate report"
     return f"nothing on these cases speaks to {', '.join(missing)}; run more cases" if missing else "run more cases"

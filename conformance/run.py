@@ -28,17 +28,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 import mxgate.oracle
+from mxgate.conformance import case as case_module
 from mxgate.conformance import data, gates
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict, judge
 from mxgate.conformance.worker import Child, ChildError, Limits, Stopped
+from mxgate.fixtures import MANIFEST, store
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import Build, registry
 
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
-IDLE = 24  # children kept waiting: more than an op has builds, or every pair would start one
-LARGE = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
+IDLE = 64  # children kept waiting: more than an op has builds, or what a build keeps between cases would not show
+BULKY = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
 
 
 Item = TypeVar("Item")
@@ -71,7 +73,8 @@ def code_version() -> str:
         for path in sorted(Path(str(package)).parent.glob("*.py")):
             if not path.name.startswith(("test_", "conftest", "bench", "report", "__main__", "timing")):
                 total.update(path.name.encode() + path.read_bytes())
-    total.update(Path(build_module.__file__).read_bytes())
+    for path in (Path(build_module.__file__), Path(str(store.__file__)), MANIFEST):
+        total.update(path.read_bytes())
     return total.hexdigest()[:16]
 
 
@@ -229,7 +232,7 @@ class _Context:
             if variant not in self._operands:
                 made = data.operands(self.case, variant)
                 size = sum(a.nbytes for a in made.arrays.values() if isinstance(a, np.ndarray))
-                if size > LARGE:
+                if size > BULKY:
                     self._operands = dict(list(self._operands.items())[:1])
                 self._operands[variant] = made
             return self._operands[variant]
@@ -366,7 +369,8 @@ class Runner:
             try:
                 for spec in specs:
                     operands = context.operands(spec.variant)
-                    for name in operands.extra or {}:
+                    typed = context.case.op != "quantize" and context.case.out_dtype != "bfloat16"
+                    for name in (*(operands.extra or {}), *(["out_dtype"] if typed else [])):
                         if name not in child.keywords:
                             raise _Declined(f"takes no {name}")
                     done[spec.label] = child.launch(context.case, spec, operands)
@@ -387,14 +391,26 @@ class Runner:
                 known = older is not None and older.declines(context.case) is None
                 spec = LaunchSpec("ancestor", variant=plan[0].variant)
                 launches = self._launch(older, context, [spec]) if older is not None and known else ()
+                if older is not None and launches and not self._stands(older, context, spec, launches):
+                    launches = ()
                 context.ancestors[build.replaces] = launches[0] if launches else None
             return context.ancestors[build.replaces]
+
+    def _stands(self, build: Build, context: _Context, spec: LaunchSpec, launches: tuple[Launch, ...]) -> bool:
+        """Whether no gate that can judge a single output rejects it: wrong bytes are nothing to hold an heir to."""
+        answer = context.answer(build, spec.variant)
+        evidence = Evidence(build, context.case, context.operands(spec.variant), answer, (spec,), launches)
+        judged = (gates.exact(evidence), gates.bounded(evidence), gates.special(evidence))
+        return not any(isinstance(found, Finding) for found in judged)
 
     def _context(self, case: Case) -> _Context:
         with self._lock:
             if case.id not in self._contexts:
                 self._contexts[case.id] = _Context(case)
             self._contexts.move_to_end(case.id)
+            if _large(case):
+                for other in [name for name, held in self._contexts.items() if name != case.id and _large(held.case)]:
+                    del self._contexts[other]
             while len(self._contexts) > self._keep:
                 self._contexts.popitem(last=False)
             return self._contexts[case.id]
@@ -423,6 +439,10 @@ class Runner:
             self._all.difference_update(spare)
         for one in spare:
             one.close()
+
+
+def _large(case: Case) -> bool:
+    return case.op != "quantize" and case.n * case.k * case.tokens > data.LARGE
 
 
 class _Declined(Exception):
@@ -543,11 +563,23 @@ def summarise(
         verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None, terms=b.terms())
         if lacking[b.id] and verdict.word != "reject":
             verdict = replace(verdict, word="inconclusive", reason=f"{lacking[b.id]} cases have no result yet")
+        elif verdict.word in ("accept", "inconclusive") and settings.gates != GATES:
+            only = f"only {', '.join(settings.gates)} was asked for; an accept needs every gate"
+            verdict = replace(verdict, word="inconclusive", reason=only)
+        elif verdict.word == "accept" and (missing := left_out(b.op, settings.tier, cases)):
+            some = f"passed, but {missing} cases of the {settings.tier} tier were not asked for"
+            verdict = replace(verdict, word="inconclusive", reason=some)
         verdicts.append(verdict)
     results = tuple(result for b in builds for result in found[b.id])
     return RunReport(
         tuple(builds), tuple(cases), settings, results, tuple(verdicts), missing=sum(lacking.values()), **counts
     )
+
+
+def left_out(op: str, tier: str, cases: Sequence[Case]) -> int:
+    """How many of the tier's cases of an op are not among `cases`, whatever their salt."""
+    have = {replace(c, salt=0) for c in cases}
+    return sum(c not in have for c in case_module.cases(op, tier))
 
 
 def order(cases: Iterable[Case]) -> list[Case]:

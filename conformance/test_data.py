@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mxgate.conformance import data
-from mxgate.conformance.case import ROUTINGS, Case
+from mxgate.conformance.case import ROUTINGS, Case, case_by_id, cases, salted
 from mxgate.conformance.data import BUDGET, EXACT, frame, signature
 from mxgate.conformance.launch import digest
 from mxgate.conformance.poison import COPIED, POISONS, STALE
@@ -22,11 +22,11 @@ from mxgate.oracle.bound import round_to
 from mxgate.oracle.formats import decode, scale_value
 
 GEMMS = ("forward", "dgrad", "wgrad")
-SMOKE = data.cases(None, "smoke")
+SMOKE = cases(None, "smoke")
 
 
 def gemms(family: str | None = None, tier: str = "smoke") -> list[Case]:
-    return [c for op in GEMMS for c in data.cases(op, tier) if family is None or c.family == family]
+    return [c for op in GEMMS for c in cases(op, tier) if family is None or c.family == family]
 
 
 def ids(case: object) -> str:
@@ -39,24 +39,24 @@ def ids(case: object) -> str:
 
 def test_ids_are_unique_and_come_back() -> None:
     for tier in ("smoke", "full", "production"):
-        cases = data.cases(None, tier)
-        assert len({c.id for c in cases}) == len(cases)
-        assert all(data.case_by_id(c.id) == c for c in cases)
-    salted = data.case_by_id(SMOKE[0].id + "@7")
-    assert salted == data.salted(SMOKE[0], 7) and salted.seed != SMOKE[0].seed
+        listed = cases(None, tier)
+        assert len({c.id for c in listed}) == len(listed)
+        assert all(case_by_id(c.id) == c for c in listed)
+    other = case_by_id(SMOKE[0].id + "@7")
+    assert other == salted(SMOKE[0], 7) and other.seed != SMOKE[0].seed
 
 
 def test_full_includes_smoke() -> None:
-    assert set(data.cases(None, "smoke")) <= set(data.cases(None, "full"))
+    assert set(cases(None, "smoke")) <= set(cases(None, "full"))
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: data.case_by_id("wgrad/64x96/ramp/signature"), "such as wgrad/"),
-        (lambda: data.case_by_id(SMOKE[0].id + "@x"), "not a number"),
-        (lambda: data.cases("conv", "smoke"), "forward, dgrad, wgrad, quantize"),
-        (lambda: data.cases(None, "huge"), "smoke, full, production"),
+        (lambda: case_by_id("wgrad/64x96/ramp/signature"), "such as wgrad/"),
+        (lambda: case_by_id(SMOKE[0].id + "@x"), "not a number"),
+        (lambda: cases("conv", "smoke"), "forward, dgrad, wgrad, quantize"),
+        (lambda: cases(None, "huge"), "smoke, full, production"),
         (lambda: data.operands(SMOKE[0], "nun"), "expected one of nan"),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_wrong_name_says_what_was_expected(call: object, words: str) -> None:
 
 
 def test_every_case_fits_its_op() -> None:
-    for case in data.cases(None, "full") + data.cases(None, "production"):
+    for case in cases(None, "full") + cases(None, "production"):
         if case.op == "quantize":
             continue
         assert case.tokens <= case.buffer
@@ -82,7 +82,7 @@ def test_shift32_has_no_inner_boundary_that_is_a_tile_boundary() -> None:
 
 
 def test_production_is_the_published_shape() -> None:
-    case = data.case_by_id("wgrad/16b/ramp1.5/signature")
+    case = case_by_id("wgrad/16b/ramp1.5/exact-sum")
     assert (case.n, case.k, case.experts, case.tokens) == (1408, 2048, 8, 195_840)
     assert max(case.sizes) == pytest.approx(1.5 * 195_840 / 8, rel=0.001)
     assert case.n * case.k * case.tokens > data.LARGE
@@ -94,7 +94,7 @@ def test_production_is_the_published_shape() -> None:
 # SHA-256, first 16 digits, of all operand bytes. They change only on purpose, and the golden files with them.
 GOLDEN = {
     "forward/64x96/ramp1.5/exact-sum": "2bf34484ae280c1e",
-    "dgrad/96x64/empties/signature": "4a37682cc13a9084",
+    "dgrad/96x64/empties/signature": "11ea5de0e2bd280a",
     "wgrad/64x96/shift32/signature": "e7f12cf3b8ac0fa2",
     "wgrad/64x96/ramp1.5/normal": "8a9032278fad1a7d",
     "wgrad/64x96/ramp1.5/heavy-tailed": "5b9880bdc6bf2072",
@@ -102,7 +102,7 @@ GOLDEN = {
     "forward/64x96/shift32/special+e5m2xe5m2": "518efdb311ec7afd",
     "forward/64x96/uniform/all-codes": "04cfed917e510fb3",
     "wgrad/32x48/17blocks/all-scales": "5ccd4f13c69c2dcc",
-    "forward/64x96/empties/bias": "f370110e392200de",
+    "forward/64x96/empties/bias": "d94b407ffa5b9b1a",
     "wgrad/moe1.up/late/captured": "ed95344fec851a4f",
     "quantize/64x1024/axis1/edges+float32": "fb2b2b67ae279bfe",
     "quantize/64x1024/axis1/maxima": "d3130b87bf2d62e8",
@@ -116,12 +116,12 @@ def hashed(case: Case, variant: str = "nan") -> str:
 
 
 def test_the_same_id_is_the_same_bytes_everywhere() -> None:
-    assert {id: hashed(data.case_by_id(id)) for id in GOLDEN} == GOLDEN
+    assert {id: hashed(case_by_id(id)) for id in GOLDEN} == GOLDEN
 
 
 def test_a_salt_changes_the_data_and_nothing_else() -> None:
-    case = data.case_by_id("wgrad/64x96/ramp1.5/signature")
-    one, two = data.operands(case), data.operands(data.salted(case, 1))
+    case = case_by_id("wgrad/64x96/ramp1.5/signature")
+    one, two = data.operands(case), data.operands(salted(case, 1))
     assert digest([one.arrays["dy_t"]]) != digest([two.arrays["dy_t"]])
     assert np.array_equal(one.arrays["offsets"], two.arrays["offsets"])
 
@@ -129,7 +129,7 @@ def test_a_salt_changes_the_data_and_nothing_else() -> None:
 @pytest.mark.parametrize("op", GEMMS)
 def test_a_variant_changes_padding_and_nothing_else(op: str) -> None:
     for id in (f"{op}/{'96x64' if op == 'dgrad' else '64x96'}/ramp1.5/signature", f"{op}/moe1.up/late/captured"):
-        case = data.case_by_id(id)
+        case = case_by_id(id)
         names = data.variants(case)
         assert names == (*POISONS, *((STALE,) if case.family == "captured" else ()), COPIED)
         seen = {}
@@ -149,7 +149,7 @@ def test_a_variant_changes_padding_and_nothing_else(op: str) -> None:
 
 
 def test_operands_are_shared_and_read_only_where_the_buffer_is_full() -> None:
-    case = data.case_by_id("wgrad/64x96/uniform/all-codes")
+    case = case_by_id("wgrad/64x96/uniform/all-codes")
     assert data.variants(case) == ("nan",)
     with pytest.raises(ValueError, match="read-only"):
         data.operands(case).arrays["dy_t"][0, 0] = 1
@@ -188,7 +188,7 @@ def unit(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in gemms() if c.family in EXACT and c.family not in ("bias", "all-codes")], ids=ids
+    "case", [c for c in gemms() if c.family in EXACT and c.family not in ("bias", "bias-sum", "all-codes")], ids=ids
 )
 def test_no_order_of_addition_rounds_an_exact_sum(case: Case) -> None:
     """Each row's numbers are whole multiples of a unit, so products are of the two units' product, and sum |a||b| is at
@@ -219,7 +219,7 @@ def test_an_output_of_all_codes_is_one_product_that_bfloat16_holds(case: Case) -
 @pytest.mark.parametrize("family", ["exact-sum", "signature", "all-scales", "all-codes"])
 def test_three_very_different_accumulators_agree_to_the_bit(op: str, family: str) -> None:
     """float32 backwards, float32 in a random order, and 13 bits truncated: the exact sum rounded once."""
-    case = next(c for c in data.cases(op, "smoke") if c.family == family)
+    case = next(c for c in cases(op, "smoke") if c.family == family)
     a, b, answer = real(case)
     rng = np.random.default_rng(1)
     rows = [answer.value[g] for g in range(case.experts)]
@@ -244,7 +244,7 @@ def test_three_very_different_accumulators_agree_to_the_bit(op: str, family: str
 @pytest.mark.parametrize("op", GEMMS)
 def test_exact_cases_exercise_the_final_rounding(op: str, family: str) -> None:
     """A good part of the results is not representable, and some are ties: truncating, or rounding ties away, shows."""
-    case = next(c for c in data.cases(op, "smoke") if (c.routing, c.family) == ("ramp1.5", family))
+    case = next(c for c in cases(op, "smoke") if (c.routing, c.family) == ("ramp1.5", family))
     answer = data.answer(case, data.operands(case))
     assert isinstance(answer, Answer)
     last = np.abs(np.frexp(answer.value[answer.value != 0])[0]) * 2.0**9  # whole numbers have 9 bits
@@ -275,7 +275,7 @@ def test_signature_scales_differ_from_their_neighbours(case: Case) -> None:
 @pytest.mark.parametrize("op", GEMMS)
 def test_every_scale_of_a_signature_case_matters(op: str) -> None:
     """Each scale has a product that is not zero: read with another exponent, some output changes by at least that."""
-    case = next(c for c in data.cases(op, "smoke") if c.family == "signature")
+    case = next(c for c in cases(op, "smoke") if c.family == "signature")
     a, b, _ = real(case)
     for x, y in pieces(case, a, b):
         if x.size and y.size:
@@ -293,7 +293,7 @@ def test_all_codes_has_every_finite_code_on_either_side(case: Case) -> None:
 
 @pytest.mark.parametrize("op", GEMMS)
 def test_full_all_codes_has_every_product_of_codes(op: str) -> None:
-    case = next(c for c in data.cases(op, "full") if c.family == "all-codes" and "256" in c.shape)
+    case = next(c for c in cases(op, "full") if c.family == "all-codes" and "256" in c.shape)
     (a, _), (b, _) = data._planes(case)
     f = frame(case)
     pairs = np.zeros((256, 256), bool)
@@ -342,7 +342,7 @@ def test_normal_numbers_are_normal() -> None:
 
 
 def test_heavy_tails_are_heavy() -> None:
-    case = data.case_by_id("wgrad/64x96/ramp1.5/heavy-tailed")
+    case = case_by_id("wgrad/64x96/ramp1.5/heavy-tailed")
     x = np.abs(real(case)[0])
     assert x.max() > 200 * np.median(x[x > 0])
 
@@ -372,13 +372,13 @@ def blocks(case: Case) -> np.ndarray:
 
 def test_maxima_walk_through_every_bfloat16_number() -> None:
     """All 32,640 finite magnitudes and infinity are some block's maximum; of NaN there is one pattern."""
-    x = blocks(data.case_by_id("quantize/1024x1024/axis1/maxima")).view(np.uint16)
+    x = blocks(case_by_id("quantize/1024x1024/axis1/maxima")).view(np.uint16)
     assert set(np.unique(x)) >= {*range(0x7F81), *range(0x8001, 0xFF80)}
     assert set(np.unique((x & 0x7FFF).max(axis=1))) == {*range(0x7F81), 0x7FC0}
 
 
 def test_edges_hold_both_neighbours_of_every_power_of_two() -> None:
-    case = data.case_by_id("quantize/256x864/axis0/edges+float32")
+    case = case_by_id("quantize/256x864/axis0/edges+float32")
     maxima = set(np.abs(blocks(case)).max(axis=1).tolist())
     for power in np.ldexp(1.0, np.arange(-148, 128)).astype(np.float32):
         near = (power, np.nextafter(power, np.float32(np.inf)), np.nextafter(power, np.float32(0)))
@@ -386,13 +386,13 @@ def test_edges_hold_both_neighbours_of_every_power_of_two() -> None:
 
 
 def test_special_inputs_have_a_nan_at_each_place() -> None:
-    nan = np.isnan(blocks(data.case_by_id("quantize/64x96/axis1/special")).astype(np.float32))
+    nan = np.isnan(blocks(case_by_id("quantize/64x192/axis1/special")).astype(np.float32))
     assert nan.any(axis=0).all() and nan.all(axis=1).any() and (~nan.any(axis=1)).any()
 
 
 def test_midpoints_hold_every_tie() -> None:
     for format in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"):
-        case = next(c for c in data.cases("quantize", "smoke") if c.family == "midpoints" and c.formats[0] == format)
+        case = next(c for c in cases("quantize", "smoke") if c.family == "midpoints" and c.formats[0] == format)
         x = blocks(case).astype(np.float64)
         row = FORMATS[format]
         scaled = np.abs(x / (x[:, :1] / row.max_finite))

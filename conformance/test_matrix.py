@@ -65,6 +65,6 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 def test_random_families_exist() -> None:
-    from mxgate.conformance import data
+    from mxgate.conformance.case import cases
 
-    assert set(RANDOM) <= {case.family for case in data.cases(None, "smoke")}
+    assert set(RANDOM) <= {case.family for case in cases(None, "smoke")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mxgate.conformance import data
+from mxgate.conformance.case import cases
 from mxgate.conformance.conftest import Collect
 from mxgate.conformance.rules import RULES, verdicts
 from mxgate.kernels.build import registry
@@ -43,7 +43,7 @@ def test_an_honest_build_passes_all_of_them_on_every_case(evidence: Collect) -> 
     """Or they have nothing to look at. So what they let through is not for having been asked the wrong thing."""
     for op in ("forward", "quantize"):
         build = registry()[f"{op}/numpy_reference"]
-        for case in data.cases(op, "smoke"):
+        for case in cases(op, "smoke"):
             said = verdicts(evidence(build, case, build.load()))
             assert set(said) == set(RULES) and all(v in (True, None) for v in said.values()), (case.id, said)
 

@@ -129,6 +129,18 @@ def returns_objects(x, x_scales, w, w_scales, offsets):
 def returns_too_much(x, x_scales, w, w_scales, offsets):
     return np.zeros(1 << 24, np.float32)
 
+def trickles(x, x_scales, w, w_scales, offsets):
+    import socket, struct
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    text = b'{"sizes": [100000]}'
+    channel.sendall(struct.pack("<Q", len(text)) + text)
+    while True:
+        channel.sendall(b"a")
+        time.sleep(0.002)
+
+def instant(x, x_scales, w, w_scales, offsets, *, answer=np.zeros((9, 2), BF16)):
+    return answer
+
 def same_buffer(x, x_scales, w, w_scales, offsets):
     if "buffer" not in globals():
         globals()["buffer"] = np.zeros((x.shape[0], w.shape[1]), BF16)
@@ -219,6 +231,32 @@ def test_a_hang_ends_at_the_time_limit(start: Start, name: str) -> None:
     assert child.launch(CASE, SPEC, _operands()).error == "no answer within 0.5 s"
     assert time.monotonic() - began < 10 and not child.alive
     assert child.launch(CASE, SPEC, _operands()).error == "had already ended"
+
+
+def test_bytes_one_by_one_are_no_way_around_the_time_limit(start: Start) -> None:
+    began = time.monotonic()
+    assert start("trickles", seconds=0.5).launch(CASE, SPEC, _operands()).error == "no answer within 0.5 s"
+    assert time.monotonic() - began < 10
+
+
+def test_a_fast_build_has_all_its_times(start: Start) -> None:
+    """More than fit into the header of an answer."""
+    times, last = start("instant").clock(CASE, "nan", _operands(), 0.5)
+    assert len(times) > 60_000 and all(0 < t < 1 for t in times) and len(last) == 64
+
+
+def test_files_in_the_working_directory_hide_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the working directory is a build all the same."""
+    for name in ("random", "socket", "numpy", "tempfile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    (tmp_path / "my_own").mkdir()
+    (tmp_path / "my_own" / "kernel.py").write_text("import random\n" + SOURCE)
+    monkeypatch.chdir(tmp_path)
+    child = Child(outside("forward", "my_own.kernel:good"), Limits())
+    try:
+        assert child.launch(CASE, SPEC, _operands()).error is None
+    finally:
+        child.close()
 
 
 def test_a_memory_eater_ends_at_the_memory_limit(start: Start) -> None:
@@ -327,6 +365,9 @@ def test_torch_sees_the_same_memory(tmp_path: Path) -> None:
 def test_a_build_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(ChildError, match=r"raised ModuleNotFoundError at mine.py:1: No module named"):
+        Child(outside("forward", f"{tmp_path / 'mine.py'}:f"), Limits())
+    (tmp_path / "mine.py").write_text("def f(:\n")
+    with pytest.raises(ChildError, match=r"raised SyntaxError: .*\(mine.py, line 1\)"):
         Child(outside("forward", f"{tmp_path / 'mine.py'}:f"), Limits())
     with pytest.raises(BuildError, match="no file"):
         outside("forward", f"{tmp_path / 'other.py'}:f")

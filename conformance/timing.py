@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mxgate.conformance import data, gates
+from mxgate.conformance import data
 from mxgate.conformance.case import Case
+from mxgate.conformance.gates import plan, run_gates
 from mxgate.conformance.launch import Evidence
 from mxgate.conformance.verdict import Outcome
 from mxgate.conformance.worker import Child, ChildError, Limits
@@ -66,11 +67,11 @@ def time_builds(
         for build in builds:
             if build.id not in children:
                 continue
-            plan = tuple(spec for spec in gates.plan(build, case, "smoke") if spec.variant == VARIANT)[:1]
-            launch = children[build.id].launch(case, replace(plan[0], out="none"), operands)
+            specs = tuple(spec for spec in plan(build, case, "smoke") if spec.variant == VARIANT)[:1]
+            launch = children[build.id].launch(case, replace(specs[0], out="none"), operands)
             before[build.id] = launch.digest
             answer = data.answer(case, operands, profile=build.profile)
-            outcomes, findings = gates.run_gates(Evidence(build, case, operands, answer, plan, (launch,)))
+            outcomes, findings = run_gates(Evidence(build, case, operands, answer, specs, (launch,)))
             if Outcome.REJECT in outcomes.values():
                 wrong = next(f for f in findings if outcomes[f.gate] is Outcome.REJECT)
                 refused[build.id] = f"wrong before timing: {wrong.gate}: {wrong.what}"
@@ -92,9 +93,7 @@ def time_builds(
                     samples[build.id].extend(times)
         for build in builds:
             if build.id not in refused:
-                launch = children[build.id].launch(
-                    case, replace(gates.plan(build, case, "smoke")[0], out="none"), operands
-                )
+                launch = children[build.id].launch(case, replace(plan(build, case, "smoke")[0], out="none"), operands)
                 if launch.digest != before[build.id]:
                     refused[build.id] = "its output after timing is not what it was before"
     return tuple(

@@ -1,7 +1,7 @@
 """A build in a child process: what it may break there, and how its answers come back.
 
-The runner never imports a build. It starts `python -m mxgate.conformance.worker FD` in a session of its own and talks
-to it over a socket, so whatever the build prints, forks, leaks, closes, raises or overwrites stays in that session, and
+The runner never imports a build. It starts a Python of its own with this module in a session of its own and talks to it
+over a socket, so whatever the build prints, forks, leaks, closes, raises or overwrites stays in that session, and
 the session is killed as a whole. A child loads one build, once, and serves launches until the socket closes; a "fresh"
 launch is one more child.
 
@@ -36,7 +36,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -45,6 +45,7 @@ from numpy.typing import NDArray
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
+from mxgate.kernels import build as build_module
 from mxgate.kernels.build import OPS, Build, BuildError, Unavailable
 
 CANARY = 0xA5
@@ -55,6 +56,9 @@ _TAIL = 4000  # bytes of what a build printed that are kept
 _STEP = 0.02  # seconds between two looks at a busy child's memory
 _CLOSED = 117  # the exit status of a child whose channel was closed under it
 _LENGTH = struct.Struct("<Q")
+_CALLS = 10_000_000  # calls a second that no build reaches: a bound on how many times a child may report
+# `-m` would put the working directory first on the path, and a file random.py in it would be every child's.
+_START = "import sys; sys.path[:] = filter(None, sys.path); from mxgate.conformance.worker import main; main()"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,9 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
 def build_from(record: Mapping[str, Any]) -> Build:
     """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
     fields = dict(record)
+    for name in ("name", "op", "target", "accumulator", "profile", "device"):
+        if not isinstance(fields[name], str):
+            raise TypeError(f"{name} is no text")
     for name in ("formats", "out_dtypes", "requires", "sources", "assumes"):
         fields[name] = tuple(fields[name])
     fields["options"] = tuple((key, value) for key, value in fields["options"])
@@ -117,13 +124,13 @@ class Child:
     def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
         self.build, self.limits, self.stop = build, limits, stop or threading.Event()
         self._closed = False
-        self._case = ""
+        self._case, self._number = "", 0
         self._known: set[str] = set()
         self._tail = b""
         ours, theirs = socket.socketpair()
         self._socket = ours
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mxgate.conformance.worker", str(theirs.fileno())],
+            [sys.executable, "-c", _START, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -172,7 +179,7 @@ class Child:
             for part, blob in zip(reply["parts"], blobs, strict=True)
         )
         return Launch(
-            spec=spec,
+            spec=replace(spec, out=str(asked["out"])),
             error=None,
             output=output,
             digest=digest(output),
@@ -189,10 +196,11 @@ class Child:
         asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": None}
         if case.op != "quantize" and case.out_dtype != "bfloat16":
             asked["out_dtype"] = case.out_dtype
-        reply, _ = self._ask(asked, (), self.limits.seconds + seconds)
+        limit = self.limits.seconds + seconds
+        reply, blobs = self._ask(asked, (), limit, int(limit * _CALLS) * 8)
         if "error" in reply:
             raise ChildError(str(reply["error"]))
-        return [float(t) for t in reply["times"]], str(reply["digest"])
+        return blobs[0].view(np.float64).tolist(), str(reply["digest"])
 
     def printed(self) -> str:
         """The end of what the build has printed."""
@@ -216,13 +224,14 @@ class Child:
     def _upload(self, case: Case, variant: str, operands: Operands) -> None:
         if case.id != self._case:
             self._case, self._known = case.id, set()
+            self._number += 1
         if variant in self._known:
             return
         named: dict[str, Any] = {**operands.arrays, **(operands.extra or {})}
         arrays = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
         header = {
             "do": "operands",
-            "case": case.id,
+            "case": self._number,  # the build has no business knowing which case it is given
             "variant": variant,
             "values": {name: value for name, value in named.items() if name not in arrays},
             "keywords": list(operands.extra or {}),
@@ -263,7 +272,7 @@ class Child:
 
     def _fill(self, deadline: float, seconds: float, into: memoryview) -> None:
         """Read exactly len(into) bytes, watching the clock, the memory, the process and what it prints."""
-        done = 0
+        done, look = 0, time.monotonic() + _STEP
         while done < len(into):
             watched: list[Any] = [self._socket, self._printed]
             ready = select.select(watched, [], [], _STEP)[0]
@@ -275,10 +284,13 @@ class Child:
                 if got == 0:
                     raise EOFError
                 done += got
+            # Bytes that are ready are no excuse: a child may send them one by one for ever.
+            if self._socket in ready and time.monotonic() < look:
                 continue
+            look = time.monotonic() + _STEP
             if self.stop.is_set():
                 raise Stopped
-            if self._process.poll() is not None:
+            if self._socket not in ready and self._process.poll() is not None:
                 raise EOFError
             if time.monotonic() > deadline:
                 raise ChildError(f"no answer within {seconds:g} s")
@@ -318,7 +330,7 @@ def _crash_site(printed: str) -> str:
     """Where the fault handler says that the build was, as " at mine.py:12"."""
     _, _, trace = printed.partition("most recent call first):")
     for line in trace.splitlines():
-        if 'File "' in line and "conformance/worker.py" not in line:
+        if 'File "' in line and 'File "<' not in line and "conformance/worker.py" not in line:
             path, _, rest = line.partition('File "')[2].partition('", line ')
             return f" at {os.path.basename(path)}:{rest.split()[0]}"
     return ""
@@ -531,7 +543,8 @@ class _Server:
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self.case = ""
+        self.case = 0
+        self.kept: tuple[list[Array], str] = ([], digest([]))  # what the last call returned, and its bytes then
         self.inputs: dict[str, dict[str, _Input]] = {}
         self.headers: dict[str, dict[str, Any]] = {}
 
@@ -585,9 +598,11 @@ class _Server:
         aliases = None
         if out is None:
             aliases = next((n for n in planes if any(np.may_share_memory(p, planes[n].array) for p in parts)), None)
+        margins = ["the result of the call before"] if digest(self.kept[0]) != self.kept[1] else []
+        self.kept = (parts, digest(parts)) if out is None else ([], digest([]))
         parts = [np.array(part, order="C") for part in parts]
         changed = [name for name, operand in planes.items() if operand.repair()]
-        margins = [f"{c} bytes before operand {n}" for n, i in planes.items() if (c := i.plane.changed())]
+        margins += [f"{c} bytes before operand {n}" for n, i in planes.items() if (c := i.plane.changed())]
         if out is not None and (beyond := out.changed()):
             margins.append(beyond)
         return {
@@ -610,7 +625,7 @@ class _Server:
                 raise ValueError(f"returned an array of dtype {value.dtype}")
         return list(values)
 
-    def clock(self, header: dict[str, Any]) -> dict[str, Any]:
+    def clock(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         _fill_allocations(None)
         positional, keywords = self.arguments(header)
         times: list[float] = []
@@ -625,7 +640,7 @@ class _Server:
         last = digest([np.array(part, order="C") for part in self.unwrap(returned)])
         for operand in self.inputs[header["variant"]].values():
             operand.repair()
-        return {"times": times, "digest": last}
+        return {"digest": last}, [np.array(times, np.float64)]
 
 
 class _Out:
@@ -656,8 +671,6 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return []
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return list(known)
     return [name for name in known if name in parameters]
 
 
@@ -665,7 +678,9 @@ def _complaint(error: BaseException) -> str:
     """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
     if isinstance(error, _Returned | BuildError | Unavailable):
         return str(error)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    # Neither our own lines nor importlib's: both stand around the build's.
+    own = (__file__, str(build_module.__file__), "<frozen")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}{at}{f': {text[:300]}' if text else ''}"
@@ -692,7 +707,7 @@ def _serve(channel: socket.socket) -> None:
             elif header["do"] == "operands":
                 reply = server.operands(header, blobs)
             elif header["do"] == "clock":
-                reply = server.clock(header)
+                reply, parts = server.clock(header)
             else:
                 reply, parts = server.call(header)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the build's doing as well
@@ -716,7 +731,3 @@ def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(channel.fileno(), False)
     _serve(channel)
-
-
-if __name__ == "__main__":
-    main()

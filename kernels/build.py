@@ -7,13 +7,16 @@ Its fingerprint hashes all of that and its source files, so a certificate dies w
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -122,6 +125,9 @@ class Build:
         ):
             if value not in allowed:
                 raise BuildError(f"build {self.name!r}: {label} is {value!r}; expected one of {', '.join(allowed)}")
+        for label, number, least in (("group_alignment", self.group_alignment, 1), ("nan_reach", self.nan_reach, 0)):
+            if not isinstance(number, int) or number < least:
+                raise BuildError(f"build {self.name!r}: {label} is {number!r}; expected a whole number from {least} up")
 
     @property
     def id(self) -> str:
@@ -167,16 +173,26 @@ class Build:
         return function  # type: ignore[no-any-return]
 
     def fingerprint(self) -> str:
-        """SHA-256 over the record, the bytes of its source files and the versions of what it runs on."""
+        """SHA-256 over the record, its source files, the versions of what it runs on and the build it replaces.
+
+        For a build from outside the project its source files include what it imports from beside itself, as far as
+        import statements tell. Raises BuildError when a source is not there.
+        """
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        for path in (_source(self.target.rpartition(":")[0]), *map(_source, self.sources)):
-            digest.update(path.read_bytes())
+        where = self.target.rpartition(":")[0]
+        files = {name: _source(name) for name in (where, *self.sources)} | _neighbours(where)
+        for name, path in sorted(files.items()):
+            content = path.read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
         for package in ("numpy", "ml_dtypes", *self.requires):
-            digest.update(f"{package}={_version(package)};".encode())
+            digest.update(f"{package}={version(package)};".encode())
+        if self.replaces is not None and (ancestor := registry().get(self.replaces)) is not None:
+            digest.update(ancestor.fingerprint().encode())
         return digest.hexdigest()
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The installed version of a package, "none" where it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -184,25 +200,113 @@ def _version(package: str) -> str:
 
 
 def _source(where: str) -> Path:
-    """The source file of a module name or of a path, without running it."""
+    """The source file of a module name, of "package.module/a file beside it" or of a path, without running it.
+
+    Raises BuildError.
+    """
+    module, _, beside = where.partition("/")
     if where.endswith(".py"):
         path = Path(where)
     else:
-        module, _, inside = where.partition("/")
-        try:
-            spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # a parent package is missing
-            spec = None
-        if spec is None or spec.origin is None:
-            raise BuildError(f"no module named {module!r}")
-        path = Path(spec.origin).parent / inside if inside else Path(spec.origin)
+        path = Path(str(_specs(module)[-1].origin))
+        path = path.parent / beside if beside else path
     if not path.is_file():
         raise BuildError(f"no file {str(path)!r}; a build is path/to/file.py:callable or package.module:callable")
     return path
 
 
+def _specs(module: str) -> tuple[importlib.machinery.ModuleSpec, ...]:
+    """The specs of a module and its parents, outermost first. importlib.util.find_spec would run the parents."""
+    found: list[importlib.machinery.ModuleSpec] = []
+    parts = module.split(".")
+    for name in (".".join(parts[: i + 1]) for i in range(len(parts))):
+        path = found[-1].submodule_search_locations if found else None
+        spec = None
+        if path is not None or not found:
+            spec = next((s for finder in sys.meta_path if (s := finder.find_spec(name, path)) is not None), None)
+        if spec is None and not found:  # the working directory comes last: it must not hide what is installed
+            spec = importlib.machinery.PathFinder.find_spec(name, [os.getcwd()])
+        if spec is None:
+            raise BuildError(f"no module named {module!r}")
+        found.append(spec)
+    if found[-1].origin is None:
+        raise BuildError(f"no module named {module!r}")
+    return tuple(found)
+
+
+def _neighbours(where: str) -> dict[str, Path]:
+    """The files that an outside build imports from beside itself, itself included, by their path from there.
+
+    Beside a file are the files of its folder and below; beside a module those of its package, or of the working
+    directory when it lies there. Nothing is run, so an import that is put together at run time is not seen.
+    """
+    if where.endswith(".py"):
+        start = _source(where).resolve()
+        root = within = start.parent
+    elif _ours(where):
+        return {}  # the project's own builds name their sources
+    else:
+        start, top = _source(where).resolve(), _specs(where)[0]
+        within = Path(next(iter(top.submodule_search_locations or ()), start.parent)).resolve()
+        root = within.parent if top.submodule_search_locations else within
+        if root == Path.cwd():
+            within = root
+    # A parent package's __init__ runs before its module does.
+    todo = [start, *(p for name in _prefixes(where) if not where.endswith(".py") for p in _module_files(root, name))]
+    found: dict[str, Path] = {}
+    while todo:
+        path = todo.pop()
+        name = os.path.relpath(path, root)
+        if name not in found and path.is_relative_to(within):
+            found[name] = path
+            todo += _imported(path, root)
+    return found
+
+
+def _ours(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _imported(path: Path, root: Path) -> Iterator[Path]:
+    """The files under `root` (absolute imports) or the file's package (relative ones) that a source file imports."""
+    if path.suffix != ".py":
+        return
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):
+        return  # nobody can import it either
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                for name in _prefixes(alias.name):
+                    yield from _module_files(root, name)
+        elif isinstance(node, ast.ImportFrom):
+            base = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else root
+            for alias in node.names:
+                for name in _prefixes(f"{node.module}.{alias.name}" if node.module else alias.name):
+                    yield from _module_files(base, name)
+            if node.level:
+                yield from _module_files(base.parent, base.name)
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _module_files(folder: Path, name: str) -> Iterator[Path]:
+    """The file of a module by its dotted name from a folder; several where Python would have to choose."""
+    stem = folder.joinpath(*name.split("."))
+    for suffix in importlib.machinery.all_suffixes():
+        for path in (stem.with_name(stem.name + suffix), stem / f"__init__{suffix}"):
+            if path.is_file():
+                yield path
+
+
 def _import(where: str) -> ModuleType:
     if not where.endswith(".py"):
+        if not _ours(where) and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # last, as in _specs
         try:
             return importlib.import_module(where)
         except ModuleNotFoundError as error:
@@ -219,7 +323,10 @@ def _import(where: str) -> ModuleType:
 
 
 def outside(op: str, target: str) -> Build:
-    """A build from outside the project, with the contract's defaults. target as in Build. Raises BuildError."""
+    """A build from outside the project, with the contract's defaults. target as in Build. Raises BuildError.
+
+    Whether it writes anything but bfloat16 shows once it is loaded: its callable has the keyword out_dtype or not.
+    """
     where, colon, attribute = target.rpartition(":")
     if not colon or not where or not attribute.isidentifier():
         raise BuildError(
@@ -232,6 +339,7 @@ def outside(op: str, target: str) -> Build:
         name=f"{source.stem}.{attribute}",
         op=op,
         target=f"{resolved}:{attribute}",
+        out_dtypes=("bfloat16", "float16", "float32"),
         group_alignment=BLOCK if op == "wgrad" else 1,
     )
 

@@ -588,6 +588,20 @@ def every_seventeenth(op: str) -> Kernel:
     return after(op, action)
 
 
+def one_buffer(op: str) -> Kernel:
+    """Every result of a shape is returned in the same memory."""
+    kept: dict[Any, Array] = {}
+
+    def action(result: Array, out: Array | None) -> Array:
+        if out is not None:
+            return stored(result, out)
+        buffer = kept.setdefault((result.shape, result.dtype), np.zeros_like(result))
+        buffer[...] = result
+        return buffer
+
+    return after(op, action)
+
+
 def adds_at_first(op: str) -> Kernel:
     """Tuning runs on the caller's output: the first call of a process ends up with the sum."""
     calls = [0]
@@ -1099,6 +1113,8 @@ _GEMM_FAULTS = (
            "The result is float32 and not bfloat16."),
     _fault("dgrad", "transposed_result", after("dgrad", lambda r, out: r.T), "contract", "contract",
            "The result is transposed."),
+    _fault("wgrad", "one_buffer", one_buffer("wgrad"), "contract", "replay",
+           "A result is returned in the memory of the one before it."),
     _fault("forward", "writes_ahead", after("forward", ahead), "contract", "contract",
            "Two bytes before the output are overwritten."),
     _fault("forward", "writes_behind", after("forward", behind), "contract", "contract",

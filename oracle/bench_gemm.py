@@ -34,7 +34,7 @@ def _operand(rng: np.random.Generator, rows: int, length: int, spread: int) -> M
 
 
 def bench_wgrad(
-    *, n: int = 1408, k: int = 2048, experts: int = 4, tokens: int = 8192, repeats: int = 3, seed: int = 0
+    *, n: int = 1408, k: int = 2048, experts: int = 8, tokens: int = 8192, repeats: int = 3, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Rows of a ratio table: what, seconds, ratio and limit, for `experts` groups of `tokens` tokens each.
 

@@ -277,11 +277,13 @@ def encode_bits(
 
 
 def check_rounding(rounding: str, seed: int | None) -> None:
-    """ValueError for an unknown rounding or a missing seed; TypeError for a seed that is no integer."""
+    """ValueError for an unknown rounding, a missing or a useless seed; TypeError for a seed that is no integer."""
     if rounding not in ROUNDINGS:
         raise ValueError(f"unknown rounding {rounding!r}; expected one of {', '.join(ROUNDINGS)}")
     if rounding == "stochastic" and seed is None:
         raise ValueError("rounding='stochastic' needs a seed; expected seed=<integer>")
+    if rounding != "stochastic" and seed is not None:
+        raise ValueError(f"rounding={rounding!r} takes no seed; expected seed=None or rounding='stochastic'")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, (int, np.integer))):
         raise TypeError(f"seed has type {type(seed).__name__}; expected an integer")
 

@@ -151,18 +151,42 @@ def test_ties_go_to_even_and_the_last_bit_breaks_them(sign: int) -> None:
         assert x == float(sign * sum((f * Fraction(2) ** p for f, p in case), Fraction(0))), case
 
 
+@pytest.mark.parametrize("bits", [30, 52, 56, 61])
 @pytest.mark.parametrize("limbs", [1, 2, 3, 4, 7, 20])
-def test_rounding_of_limbs(limbs: int) -> None:
+def test_rounding_of_limbs(limbs: int, bits: int) -> None:
     """Random limbs with long runs of zeros and ones, so that many sums are a tie or next to one."""
     rng = np.random.default_rng(limbs)
+    count = 1500
     parts = []
     for _ in range(limbs):
-        wide = rng.integers(-(2**61), 2**61, 4000)
-        runs = (np.int64(1) << rng.integers(0, 61, 4000)) * rng.choice([-1, 1], 4000) + rng.integers(-1, 2, 4000)
-        parts.append(np.where(rng.random(4000) < 0.2, wide, np.where(rng.random(4000) < 0.5, runs, 0))[None])
+        wide = rng.integers(-(2**bits), 2**bits, count)
+        runs = (np.int64(1) << rng.integers(0, bits, count)) * rng.choice([-1, 1], count) + rng.integers(-1, 2, count)
+        parts.append(np.where(rng.random(count) < 0.3, wide, np.where(rng.random(count) < 0.6, runs, 0))[None])
     found = exact._rounded(parts)[0]
     for i, x in enumerate(found):
         assert x == float(sum(int(part[0, i]) << (exact.DIGIT * k) for k, part in enumerate(parts)))
+
+
+def test_a_total_outgrows_float64_unharmed() -> None:
+    """Nine odd integers of 51 or 52 bits into each of 300 totals: no bit may be lost when a third no longer fits."""
+    rng = np.random.default_rng(1)
+    terms = rng.integers(2**50, 2**52 - 2**48, (9, 300)) | 1
+    total = exact._Total(np.empty((1, 300)), exact._Pool())
+    one = exact._Integers.measured(np.ones((1, 1)))
+    for term in terms:
+        total.add(0, one, exact._Integers.measured(term[:, None].astype(np.float64)))
+    total.round(np.zeros(1, np.int64), np.zeros(300, np.int64))
+    assert total.tile[0].tolist() == [float(sum(int(x) for x in column)) for column in terms.T]
+
+
+def test_long_rows_of_full_digits() -> None:
+    """8,192 products a sum with every low digit near its largest: the length is cut where the certificate needs it."""
+    codes, scales = np.full((3, 8192), 0x7E), np.full((3, 256), 127 + 3)
+    codes[:, 32:64], scales[:, 1] = 0x01, 127  # the unit, and 2^20.8 units in most places
+    codes[:, :32], scales[:, 0] = 0x38, 127 + 24  # a high digit
+    codes[1, 64::2] |= 0x80
+    a = mx(codes, scales)
+    assert same(wgrad(a, a, ends(8192)), twin.wgrad(a, a, ends(8192)))
 
 
 HASHES = """
@@ -231,6 +255,24 @@ def test_the_roads_to_an_answer_agree(spread: int, monkeypatch: pytest.MonkeyPat
         found = wgrad(a, b, offsets)
         assert hashlib.sha256(found.value.tobytes() + found.magnitude.tobytes()).hexdigest() == expected, plan
     assert len(flushed) > 20
+
+
+@pytest.mark.parametrize("bits", [0.0, 1.2])
+def test_strassen_is_used_up_to_its_limit_and_not_beyond(bits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd integers as large as the certificate allows, and `bits` larger, with the signs that make P6 largest."""
+    monkeypatch.setattr(exact, "STRASSEN", 32)
+    rng = np.random.default_rng(0)
+    size = 2.0 ** ((53 + bits) / 2) / np.sqrt(10.0 * 32)
+    half = np.where(np.arange(64) < 32, -1, 1)
+    sides = []
+    for signs in (np.where((half[:, None] < 0) & (half < 0), -1, 1), np.where((half[:, None] > 0) & (half < 0), -1, 1)):
+        sides.append((signs * np.floor(size * (1 - 1e-3 * rng.random((64, 64))) / 2) * 2 + signs).astype(np.float64))
+    a, b = (exact._Integers.measured(side.copy()) for side in sides)
+    assert (10 * a.half * b.half <= exact.EXACT) == (bits == 0) and a.norm * b.norm <= exact.EXACT
+    out = np.empty((64, 64))
+    exact._multiply(a, b, out, exact._Pool())
+    integers = [[[int(x) for x in row] for row in side] for side in sides]
+    assert out.tolist() == [[sum(x * y for x, y in zip(r, c, strict=True)) for c in integers[1]] for r in integers[0]]
 
 
 def test_an_uncertified_product_is_refused() -> None:

@@ -68,10 +68,11 @@ DEVICES: Mapping[str, Callable[[Build], bool]] = {
 }
 
 
-def choose_builds(names: Sequence[str], op: str | None, device: str = "all") -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; all that there are without. Raises UsageError."""
+def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
+    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError."""
     known = registry()
     if not names:
+        device = device or "cpu"
         found = [b for b in known.values() if op in (None, b.op) and DEVICES[device](b)]
         if not found:
             raise UsageError(f"no build of {op} runs with --device {device}")
@@ -82,7 +83,7 @@ def choose_builds(names: Sequence[str], op: str | None, device: str = "all") -> 
             if chosen.get(build.id, build) != build:
                 raise UsageError(f"two different builds are called {build.id}: give them to two runs")
             chosen[build.id] = build
-    if other := [b.id for b in chosen.values() if not DEVICES[device](b)]:
+    if device is not None and (other := [b.id for b in chosen.values() if not DEVICES[device](b)]):
         raise UsageError(f"{', '.join(other)} does not run with --device {device}")
     return list(chosen.values())
 
@@ -261,7 +262,7 @@ def _folder(out: Path) -> Path:
     return out
 
 
-def _finish(report: Any, out: Path, as_json: bool, device: str = "all") -> int:
+def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) -> int:
     """Write run.json, junit.xml and the certificates, and print the verdicts; of emulated builds alone also what they
     take for granted."""
     from mxgate.conformance import certificate
@@ -832,13 +833,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: every build)",
+        help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: every build for the CPU)",
     )
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        default="all",
-        help="only builds for the CPU, or only those whose GPU machine code is emulated (default: all)",
+        help="builds for the CPU, those whose GPU machine code is emulated, or all (default: cpu, or what --build names)",
     )
     sub.add_argument(
         "--case",

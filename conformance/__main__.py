@@ -833,12 +833,12 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: every build for the CPU)",
+        help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: CPU builds)",
     )
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, those whose GPU machine code is emulated, or all (default: cpu, or what --build names)",
+        help="builds for the CPU, emulated ones, or all (default: cpu, or what --build names)",
     )
     sub.add_argument(
         "--case",

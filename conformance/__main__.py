@@ -578,8 +578,8 @@ QUANTIZE_TARGET = 2.0
 
 def cmd_bench_oracle(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
-    from mxgate.oracle.bench import bench_quantize
-    from mxgate.oracle.bench_gemm import bench_wgrad
+    from mxgate.conformance.bench_gemm import bench_wgrad
+    from mxgate.conformance.bench_quantize import bench_quantize
 
     rows: list[dict[str, Any]] = []
     for row in bench_quantize((1024, 1792), repeats=3) if args.quick else bench_quantize():

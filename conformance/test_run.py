@@ -702,10 +702,10 @@ def test_fixtures(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_oracle_holds_ratios_to_targets(
     say: Say, monkeypatch: pytest.MonkeyPatch, ratio: float | None, same: bool | None, cost: float, code: int, word: str
 ) -> None:
-    from mxgate.oracle import bench, bench_gemm
+    from mxgate.conformance import bench_gemm, bench_quantize
 
     quantize = {"shape": [4, 8], "dtype": "float32", "axis": 1, "rule": "floor", "peer": "peer", "ours_s": 0.001}
-    monkeypatch.setattr(bench, "bench_quantize", lambda: [{**quantize, "ratio": ratio, "same_bytes": same}])
+    monkeypatch.setattr(bench_quantize, "bench_quantize", lambda: [{**quantize, "ratio": ratio, "same_bytes": same}])
     rows = [{"what": "exact", "seconds": 0.1, "ratio": cost, "limit": 4.0}]
     monkeypatch.setattr(bench_gemm, "bench_wgrad", lambda: rows)
     got, out, _ = say("bench-oracle")

@@ -117,7 +117,7 @@ def load(plane: Array, rows: Span, columns: Span) -> Array:
 
 
 def step_sum(acc: F32, a: NDArray[np.float64], b: NDArray[np.float64]) -> F32:
-    """acc + a b^T over one K-step: 128 exact products, one rounding to float32 (a [rows,128], b [columns,128]).
+    """acc + a b^T over one K-step, in float64 and then once to float32 (a [rows,128], b [columns,128]).
 
     A product below float32's range is zero there, so an accumulator of zero keeps its sign: adding +0 last does that.
     """

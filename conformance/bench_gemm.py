@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .gemm import wgrad
-from .quantize import MXArray, quantize
+from mxgate.oracle.gemm import wgrad
+from mxgate.oracle.quantize import MXArray, quantize
 
 # The data of a row, by how far its block scales are spread, with the most it may cost.
 SPREADS = {"normal data": (0, 4.0), "scales spread over 2^+-12": (12, 30.0)}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-bench: Any = importlib.import_module("mxgate.oracle.bench")
+bench: Any = importlib.import_module("mxgate.conformance.bench_quantize")
 
 
 def test_rows_compare_bytes_with_torchao_before_any_time() -> None:

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from .quantize import MXArray, quantize
+from mxgate.oracle.quantize import MXArray, quantize
 
 SHAPE = (4096, 7168)
 DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mxgate.conformance.bench_gemm import MEMORY, bench_wgrad, memory_ratio
 from mxgate.oracle import quantize
-from mxgate.oracle.bench_gemm import MEMORY, bench_wgrad, memory_ratio
 
 
 def test_rows_of_the_table() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -215,7 +216,9 @@ def test_a_build_that_breaks_is_rejected_and_the_others_go_on(say: Say, source: 
     limits = ("--time-limit", "1" if name == "hang" else "30", "--memory-limit", "0.4")
     code, out, err = say("run", "--op", "wgrad", "--build", bad, "--build", good, *FEW, *limits)
     assert code == 1 and err == ""
-    assert f"REJECT wgrad/mine.{name}: contract on {2 if name == 'hang' else 3} of 3 cases" in out and cause in out
+    # After two hangs the rest of a build's cases are given up; with two at work a third may have begun by then.
+    rejected = "[23]" if name == "hang" else "3"
+    assert re.search(f"REJECT wgrad/mine.{name}: contract on {rejected} of 3 cases", out) and cause in out
     assert "1 accepted, 1 rejected" in out
 
 

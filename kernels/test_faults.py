@@ -100,9 +100,23 @@ def with_buffer(op: str, function: Any, args: list[Any], like: Any) -> bytes:
     return memory.tobytes()
 
 
+def shares(function: Any, args: list[Any]) -> bool:
+    """Whether the results of two calls lie in the same memory."""
+    try:
+        with np.errstate(all="ignore"):
+            one, two = (function(*(a.copy() for a in args)) for _ in range(2))
+    except (Exception, SystemExit):
+        return False
+    return isinstance(one, np.ndarray) and isinstance(two, np.ndarray) and np.may_share_memory(one, two)
+
+
 def differs(fault: Fault, make: Any) -> bool:
     op, function = fault.build.op, fault.build.load()
-    right = windowed.wgrad if fault.build.accumulator == "mfma-scale-128" else getattr(reference, op)
+    # The shipped windows are a right build on their own terms; on the contract's own the reference is.
+    shipped = fault.build.accumulator == "mfma-scale-128" and fault.build.nan_reach
+    right = windowed.wgrad if shipped else getattr(reference, op)
+    if shares(function, next(gemm_inputs(op, make))):
+        return True
     for args in gemm_inputs(op, make):
         for options in ({}, {"out_dtype": "float16"}, {"out_dtype": "float32"}):
             expected = state(op, right, args, **options)

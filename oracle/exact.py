@@ -179,7 +179,7 @@ def _sharp(op: Operand) -> I64:
     return np.where(units == _NOTHING, 0, units)
 
 
-class _Pool:
+class Pool:
     """Scratch arrays that are kept from one use to the next: fresh ones would cost a page fault every 4 KiB."""
 
     def __init__(self) -> None:
@@ -218,7 +218,7 @@ def _squares(x: F64) -> F64:
     return np.concatenate([np.matmul(h[:, None, :], h[:, :, None])[:, 0] for h in halves], axis=1)
 
 
-def _multiply(a: _Integers, b: _Integers, out: F64, pool: _Pool) -> None:
+def _multiply(a: _Integers, b: _Integers, out: F64, pool: Pool) -> None:
     """out = a b^T, exactly; AssertionError where the norms do not prove it.
 
     Large products with bits to spare go by one level of Strassen's algorithm in Winograd's form: seven products of
@@ -275,7 +275,7 @@ class _Total:
     """
 
     tile: F64
-    pool: _Pool
+    pool: Pool
     hot: dict[int, F64] = field(default_factory=dict)
     bound: dict[int, float] = field(default_factory=dict)
     cold: dict[int, I64] = field(default_factory=dict)
@@ -449,10 +449,11 @@ def _accumulate(sums: tuple[_Total, _Total], a: _Integers, b: _Integers) -> None
                     total.add(i + j, x, y)
 
 
-def product(a: Operand, b: Operand, value: F64, magnitude: F64, work: int) -> None:
+def product(a: Operand, b: Operand, value: F64, magnitude: F64, work: int, pool: Pool) -> None:
     """Write A B^T and |A||B|^T, each rounded once to float64, into `value` and `magnitude` [a.rows, b.rows].
 
-    work: bytes of scratch memory to aim at. NaN and infinities follow IEEE arithmetic: a NaN element, or a scale of
+    work: bytes of scratch memory to aim at; pool: where they are kept for the next product, which saves the page
+    faults. NaN and infinities follow IEEE arithmetic: a NaN element, or a scale of
     0xFF, makes NaN of its whole row (of a) or column (of b).
     """
     (units_a, norm_a), (units_b, norm_b) = _loose(a), _loose(b)
@@ -460,7 +461,6 @@ def product(a: Operand, b: Operand, value: F64, magnitude: F64, work: int) -> No
     if wide:
         units_a, units_b = _sharp(a), _sharp(b)
     tile, chunk = _plan(a, b, 1 + int(np.log2(max(norm_a, norm_b))) // DIGIT if wide else 1, work)
-    pool = _Pool()
     for r in range(0, a.rows, tile):
         rows = slice(r, r + tile)
         side = a.take(r, r + tile)

@@ -167,7 +167,7 @@ def _check(group: _Group, rows: NDArray[np.intp], columns: NDArray[np.intp]) -> 
         for op, which in ((group.a, rows), (group.b, columns))
     )
     value, magnitude = np.empty((rows.size, columns.size)), np.empty((rows.size, columns.size))
-    exact_sums.product(a, b, value, magnitude, CHUNK)
+    exact_sums.product(a, b, value, magnitude, CHUNK, exact_sums.Pool())
     out = group.out[np.ix_(rows, columns)]
     lo, hi = interval(value, magnitude, np.full((1, 1), a.length), group.accumulator, out.dtype)
     return [

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import bound
-from .exact import BLOCK, F64, Operand, product
+from .exact import BLOCK, F64, Operand, Pool, product
 from .groups import Offsets, check_offsets, spans
 from .quantize import MXArray
 
@@ -157,8 +157,9 @@ def answer(checked: Problem) -> Answer:
     """The exact answer of a checked problem, one expert at a time."""
     value, magnitude = np.zeros(checked.shape), np.zeros(checked.shape)
     work = int(np.clip(1.8 * (checked.a.elements.size + checked.b.elements.size), *WORK))
+    pool = Pool()
     for index, a, b in checked.groups():
-        product(a, b, value[index], magnitude[index], work)
+        product(a, b, value[index], magnitude[index], work, pool)
     return Answer(value, magnitude, checked.terms, checked)
 
 

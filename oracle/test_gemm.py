@@ -171,7 +171,7 @@ def test_a_total_outgrows_float64_unharmed() -> None:
     """Nine odd integers of 51 or 52 bits into each of 300 totals: no bit may be lost when a third no longer fits."""
     rng = np.random.default_rng(1)
     terms = rng.integers(2**50, 2**52 - 2**48, (9, 300)) | 1
-    total = exact._Total(np.empty((1, 300)), exact._Pool())
+    total = exact._Total(np.empty((1, 300)), exact.Pool())
     one = exact._Integers.measured(np.ones((1, 1)))
     for term in terms:
         total.add(0, one, exact._Integers.measured(term[:, None].astype(np.float64)))
@@ -270,7 +270,7 @@ def test_strassen_is_used_up_to_its_limit_and_not_beyond(bits: float, monkeypatc
     a, b = (exact._Integers.measured(side.copy()) for side in sides)
     assert (10 * a.half * b.half <= exact.EXACT) == (bits == 0) and a.norm * b.norm <= exact.EXACT
     out = np.empty((64, 64))
-    exact._multiply(a, b, out, exact._Pool())
+    exact._multiply(a, b, out, exact.Pool())
     integers = [[[int(x) for x in row] for row in side] for side in sides]
     assert out.tolist() == [[sum(x * y for x, y in zip(r, c, strict=True)) for c in integers[1]] for r in integers[0]]
 
@@ -278,7 +278,7 @@ def test_strassen_is_used_up_to_its_limit_and_not_beyond(bits: float, monkeypatc
 def test_an_uncertified_product_is_refused() -> None:
     x = exact._Integers.measured(np.full((2, 32), 2.0**25))
     with pytest.raises(AssertionError, match="exact product"):
-        exact._multiply(x, x, np.empty((2, 2)), exact._Pool())
+        exact._multiply(x, x, np.empty((2, 2)), exact.Pool())
 
 
 @pytest.mark.parametrize("op", OPS)

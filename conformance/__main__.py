@@ -1,4 +1,4 @@
-"""The command line: mxgate run, list, faults, explain, time, inspect, bench-oracle, bench-emulator, fixtures, report.
+"""The command line: mxgate run, report, list, faults, explain, minimize, time, inspect, bench-*, fixtures.
 
 Exit codes, everywhere: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive. Bad input is one
 line on standard error: what is wrong and what was expected. With --json standard output is one JSON document.
@@ -127,13 +127,24 @@ def _outside(target: str, op: str | None) -> Build:
         raise UsageError(f"{target!r} names no build: {error}") from None
 
 
-def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int) -> list[Any]:
-    """The tier's cases of the ops, or those whose id matches one of the patterns. Raises UsageError."""
+def choose_cases(
+    patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int, files: Sequence[Path] = ()
+) -> list[Any]:
+    """The tier's cases of the ops, or the calls recorded in files; of these those whose id matches one of the patterns.
+
+    Raises UsageError.
+    """
     from mxgate.conformance.case import cases, salted
 
     tiers = ("smoke", "production") if tier == "production" else (tier,)
     all_ops = list(dict.fromkeys(ops))
     listed = list({c.id: c for t in tiers for op in all_ops for c in cases(op, t)}.values())
+    if files:
+        if salt:
+            raise UsageError("recorded calls have no other data; leave out --seed")
+        listed = [c for c in _recorded(files).values() if c.op in all_ops]
+        if not listed:
+            raise UsageError(f"{', '.join(map(str, files))} holds no call of {', '.join(all_ops)}")
     if patterns:
         chosen: dict[str, Any] = {}
         for pattern in patterns:
@@ -157,9 +168,18 @@ def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
     raise UsageError(unknown("case", pattern, [c.id for c in listed], " (see `mxgate list cases`)"))
 
 
-def _case(name: str) -> Any:
+def _recorded(files: Iterable[Path]) -> dict[str, Any]:
+    """The recorded calls of some files as cases, by id."""
+    from mxgate.conformance import recorded
+
+    return {case.id: case for path in files for case in recorded.cases(path)}
+
+
+def _case(name: str, files: Iterable[str | Path] = ()) -> Any:
     from mxgate.conformance.case import case_by_id
 
+    if (case := _recorded(map(Path, files)).get(name)) is not None:
+        return case
     try:
         return case_by_id(name)
     except ValueError as error:
@@ -237,7 +257,9 @@ def cmd_run(args: argparse.Namespace) -> int:
 
     settings = _settings(args)
     builds = choose_builds(args.build, args.op, args.device)
-    cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed)
+    cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed, args.cases)
+    if args.cases and not args.build:
+        builds = [b for b in builds if any(c.op == b.op for c in cases)]
     if lost := [b.id for b in builds if not any(c.op == b.op for c in cases)]:
         if args.build:
             raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
@@ -275,6 +297,7 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) ->
         "limits": asdict(report.settings.limits),
         "builds": [asdict(b) for b in report.builds],
         "cases": [c.id for c in report.cases],
+        "files": sorted({c.source for c in report.cases if c.source}),
     }
     (out / "run.json").write_text(json.dumps(plan, indent=1) + "\n")
     (out / "junit.xml").write_bytes(text.junit(report))
@@ -310,7 +333,7 @@ def cmd_report(args: argparse.Namespace) -> int:
     if any(plan["stamp"] != plans[0]["stamp"] for plan in plans):
         raise UsageError("these runs are not parts of one: their tiers, limits, gates or mxgate versions differ")
     builds = {b.id: b for plan in plans for b in plan["builds"]}
-    cases = {name: _case(name) for plan in plans for name in plan["cases"]}
+    cases = {name: _case(name, plan["files"]) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
     settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
     if stamp != settings.stamp:
@@ -345,7 +368,7 @@ def _plan(folder: Path) -> dict[str, Any]:
         plan["builds"] = [build_from(record) for record in plan["builds"]]
         plan["limits"] = Limits(**plan["limits"])
         sound = (
-            all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"]))
+            all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"], *plan["files"]))
             and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())
             and plan["tier"] in TIERS
             and bool(plan["gates"])
@@ -733,10 +756,35 @@ def cmd_explain(args: argparse.Namespace) -> int:
         text.say(to)
         for line in explain(evidence, findings[0]):
             text.say(to, line)
+        if build.op != "quantize":
+            text.say(to, f"next: mxgate minimize --build {build_name(build)} --case '{case.id}'")
     if others:
         text.say(to)
         text.say(to, f"{others} more rejected results in this run; choose with --build and --case")
     return 1
+
+
+def cmd_minimize(args: argparse.Namespace) -> int:
+    build, case, tier, _ = _failure(args)
+    from mxgate.conformance import report as text
+    from mxgate.conformance.minimize import NotFailingError, minimize
+    from mxgate.conformance.run import Runner
+
+    to = text.console()
+    with Runner(_plain_settings(tier, args)) as runner, text.Watch("runs") as step:
+        try:
+            found = minimize(runner, build, case, args.out, lambda tried, left: step(tried, 0, left))
+        except NotFailingError as error:
+            raise UsageError(str(error)) from None
+    text.say(to, f"{build.id} on {case.id}: {found.gate} still rejects it after {found.tried} runs with")
+    text.say(to, f"{found.kept.words} (of {found.whole.words})", 2)
+    text.say(to, f"wrote {args.out}; replay it: mxgate run --build {build_name(build)} --cases {args.out}")
+    return 1
+
+
+def build_name(build: Build) -> str:
+    """What --build takes for it, with --op where an outside file needs it."""
+    return build.id if build.id in registry() or build.name.startswith("fault_") else f"{build.target} --op {build.op}"
 
 
 def _plain_settings(tier: str, args: argparse.Namespace) -> Any:
@@ -775,11 +823,11 @@ def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     # Signature cases tell most about what went wrong.
     failed.sort(key=lambda r: ("/signature" not in r.case, r.case))
     args.given = False
-    return builds[failed[0].build], _case(failed[0].case), plan["tier"], len(failed) - 1
+    return builds[failed[0].build], _case(failed[0].case, plan["files"]), plan["tier"], len(failed) - 1
 
 
 def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
-    case = _case(args.case)
+    case = _case(args.case, args.cases)
     return choose_builds([args.build], case.op)[0], case, "smoke", 0
 
 
@@ -826,6 +874,16 @@ def _parser() -> argparse.ArgumentParser:
     def as_json(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
+    def recorded(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "--cases",
+            action="append",
+            default=[],
+            type=Path,
+            metavar="FILE",
+            help="the calls recorded in this file (mxgate.capture, minimize) instead of the tier's cases",
+        )
+
     sub = command("run", cmd_run, "run builds through the gates and print a verdict for each")
     sub.add_argument("--op", choices=list(OPS), help="only this op (and what an outside --build computes)")
     sub.add_argument(
@@ -847,6 +905,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="a case id or a pattern such as 'wgrad/*/signature'; may be repeated",
     )
+    recorded(sub)
     sub.add_argument(
         "--gate", action="append", metavar="NAME", help="only this gate; may be repeated (never enough for an accept)"
     )
@@ -911,6 +970,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
     sub.add_argument("--build", metavar="NAME", help="this build")
     sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
+    recorded(sub)
+    limits(sub)
+
+    sub = command("minimize", cmd_minimize, "shrink a rejected case to the least that is still rejected")
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
+    sub.add_argument("--build", metavar="NAME", help="this build")
+    sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
+    recorded(sub)
+    sub.add_argument(
+        "--out", type=Path, default=Path("minimal.safetensors"), metavar="FILE", help="default: minimal.safetensors"
+    )
     limits(sub)
 
     sub = command("time", cmd_time, "time builds that hold a certificate, interleaved, on one thread")

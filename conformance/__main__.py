@@ -273,7 +273,7 @@ def cmd_run(args: argparse.Namespace) -> int:
         (STATE / "last-run").write_text(str(out.resolve()))
     with text.Watch("cases") as step:
         report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
-    return _finish(report, out, args.json, args.device)
+    return _finish(report, out, args.json, args.device, args.html)
 
 
 def _folder(out: Path) -> Path:
@@ -284,9 +284,9 @@ def _folder(out: Path) -> Path:
     return out
 
 
-def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) -> int:
-    """Write run.json, junit.xml and the certificates, and print the verdicts; of emulated builds alone also what they
-    take for granted."""
+def _finish(report: Any, out: Path, as_json: bool, device: str | None = None, html: Path | None = None) -> int:
+    """Write run.json, junit.xml, the certificates and an HTML report, and print the verdicts; of emulated builds alone
+    also what they take for granted."""
     from mxgate.conformance import certificate
     from mxgate.conformance import report as text
 
@@ -302,6 +302,8 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) ->
     (out / "run.json").write_text(json.dumps(plan, indent=1) + "\n")
     (out / "junit.xml").write_bytes(text.junit(report))
     written = certificate.write_all(report, out / "certificates")
+    if html is not None:
+        _write_html(report, html, out)
     if as_json:
         _print_json(text.document(report, {"out": str(out), "certificates": [str(path) for path in written]}))
     else:
@@ -309,6 +311,25 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) ->
         text.print_run(report, to, assumptions=device == "emu")
         to.print(f"wrote {out}/results.jsonl, junit.xml" + (f", {len(written)} certificates" if written else ""))
     return int(report.exit_code)
+
+
+def _write_html(report: Any, path: Path, out: Path) -> None:
+    from mxgate.conformance import report as text
+    from mxgate.kernels.flydsl import budget
+
+    try:
+        from mxgate.conformance import html
+    except ImportError as error:
+        raise UsageError(f"--html needs {error.name}, which is not installed: pip install 'mxgate[report]'") from None
+    ledgers = {}
+    for build in report.builds:
+        with contextlib.suppress(Unavailable):
+            if build.id in budget.KERNELS_OF:
+                ledgers[build.id] = budget.inspect(build.id)
+    timed = out / "timings.jsonl"
+    timings = [json.loads(line) for line in timed.read_text().splitlines()] if timed.exists() else []
+    with text.Watch("report") as step:
+        html.write(report, path, ledgers=ledgers, timings=timings, watch=step)
 
 
 def _try_loading(build: Build, limits: Any) -> None:
@@ -355,7 +376,7 @@ def cmd_report(args: argparse.Namespace) -> int:
         warnings=tuple(warnings),
     )
     apart = STATE / "report" if len(args.folder) > 1 else args.folder[0]
-    return _finish(report, _folder(args.out or apart), args.json)
+    return _finish(report, _folder(args.out or apart), args.json, html=args.html)
 
 
 def _plan(folder: Path) -> dict[str, Any]:
@@ -874,6 +895,9 @@ def _parser() -> argparse.ArgumentParser:
     def as_json(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
+    def as_html(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--html", type=Path, metavar="FILE", help="also one offline file with pictures of what failed")
+
     def recorded(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--cases",
@@ -927,6 +951,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
     jobs(sub)
     limits(sub, None)
+    as_html(sub)
     as_json(sub)
 
     sub = command("report", cmd_report, "put the results of several runs (shards) together")
@@ -937,6 +962,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where junit.xml and certificates go (default: the folder itself; of several, .mxgate/report)",
     )
+    as_html(sub)
     as_json(sub)
 
     sub = command("faults", cmd_faults, "hold every wrong build against the gate that must reject it")

@@ -657,6 +657,50 @@ def _met(row: Mapping[str, Any]) -> bool | None:
 # inspect, bench-emulator
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# train
+
+
+def cmd_train(args: argparse.Namespace) -> int:
+    try:
+        from mxgate.conformance import training
+    except ImportError as error:
+        raise UsageError(f"training needs {error.name}, which is not installed: pip install 'mxgate[torch]'") from None
+    from mxgate.conformance import report as text
+
+    names = args.recipe or list(training.RECIPES)
+    for name in names:
+        if name not in training.RECIPES:
+            raise UsageError(unknown("recipe", name, list(training.RECIPES)))
+    builds = {op: f"{op}/torch_dequant" for op in training.OPS}
+    for build in choose_builds(args.build, None) if args.build else ():
+        if build.op not in builds:
+            raise UsageError(f"{build.id} computes {build.op}; expected builds of {', '.join(builds)}")
+        builds[build.op] = build.id
+    recipes = training.recipes(names, {op: choose_builds([name], op)[0] for op, name in builds.items()})
+    with text.Watch("steps") as step:
+        curves = training.compare(recipes, args.steps, step)
+    out = _folder(args.out)
+    records = [{"recipe": c.name, "losses": c.losses, "distance": c.distance, "accepted": c.accepted} for c in curves]
+    (out / "losses.json").write_text(json.dumps({"builds": builds, "steps": args.steps, "curves": records}) + "\n")
+    wrote = f"{out}/losses.json"
+    with contextlib.suppress(ImportError):  # the plot is an extra
+        training.plot(curves, out / "losses.svg")
+        wrote += ", losses.svg"
+    code = int(not all(c.accepted for c in curves))
+    if args.json:
+        _print_json({"command": "train", "builds": builds, "limit": training.LIMIT, "curves": records, "exit": code})
+        return code
+    to = text.console()
+    rows = [
+        [c.name, f"{c.last:.4f}", f"{c.distance:.4f}", "accept" if c.accepted else text.cell("reject")] for c in curves
+    ]
+    text.table(to, ["recipe", "last loss", "distance", "verdict"], rows, ["last loss", "distance"])
+    text.say(to, f"{', '.join(builds.values())}; {args.steps} steps; losses in nats a character, means of")
+    text.say(to, f"{training.WINDOW} steps; distance from bf16 at most {training.LIMIT}; wrote {wrote}")
+    return code
+
+
 def cmd_inspect(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
     from mxgate.kernels.flydsl import budget
@@ -1021,6 +1065,17 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("bench-oracle", cmd_bench_oracle, "time the oracle beside torchao and beside float32 products")
     sub.add_argument("--quick", action="store_true", help="small sizes, on which no target is judged")
+    as_json(sub)
+
+    sub = command("train", cmd_train, "train a toy mixture of experts in MXFP8 beside BF16 and compare the losses")
+    sub.add_argument("--steps", type=_COUNT, default=300, metavar="N", help="training steps (default 300)")
+    sub.add_argument(
+        "--recipe", action="append", metavar="NAME", help="such as 'e4m3' or 'e5m2 gradients'; repeatable (default all)"
+    )
+    sub.add_argument(
+        "--build", action="append", default=[], metavar="NAME", help="a build to train on, at most one an op"
+    )
+    sub.add_argument("--out", type=Path, default=STATE / "training", metavar="DIR", help="default .mxgate/training")
     as_json(sub)
 
     sub = command("inspect", cmd_inspect, "count what the machine code of an emulated build costs")

@@ -16,12 +16,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, outside, registry
+from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, outside, registry
 
 # The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -80,6 +80,10 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
     chosen: dict[str, Build] = {}
     for name in names:
         for build in _builds_named(name, op, known):
+            if device == "emu" and build.id not in known and not build.name.startswith("fault_"):
+                from mxgate.kernels.gfx950.virtual import emulated
+
+                build = emulated(build)
             if chosen.get(build.id, build) != build:
                 raise UsageError(f"two different builds are called {build.id}: give them to two runs")
             chosen[build.id] = build
@@ -249,9 +253,23 @@ def cmd_run(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         STATE.mkdir(exist_ok=True)
         (STATE / "last-run").write_text(str(out.resolve()))
-    with text.Watch("cases") as step:
+    with text.Watch("cases") as step, _emulating(args.device):
         report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
     return _finish(report, out, args.json, args.device)
+
+
+@contextlib.contextmanager
+def _emulating(device: str | None) -> Iterator[None]:
+    """With --device emu children emulate even where there is the GPU."""
+    before = os.environ.get(EMULATE)
+    if device == "emu":
+        os.environ[EMULATE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(EMULATE, None)
+        if before is not None:
+            os.environ[EMULATE] = before
 
 
 def _folder(out: Path) -> Path:

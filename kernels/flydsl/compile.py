@@ -101,6 +101,7 @@ def _raise(text: str) -> None:
 def _capturing() -> Iterator[None]:
     """FlyDSL set to gfx950 and its compiler replaced. Both variables: with ARCH alone it compiles for gfx942."""
     wanted = {"ARCH": ARCH, "FLYDSL_GPU_ARCH": ARCH, "COMPILE_ONLY": "1", "FLYDSL_RUNTIME_ENABLE_CACHE": "0"}
+    wanted["FLYDSL_RUNTIME_KIND"] = "rocm"  # nothing is launched, so a guard against launches need not hold
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     from flydsl.compiler.jit_function import MlirCompiler

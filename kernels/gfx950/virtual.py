@@ -143,7 +143,7 @@ def _merged(spans: Any) -> list[Span]:
 
 
 def _view(span: Span) -> Array:
-    return np.frombuffer((ctypes.c_uint8 * (span[1] - span[0])).from_address(span[0]), np.uint8)
+    return np.frombuffer(memoryview((ctypes.c_uint8 * (span[1] - span[0])).from_address(span[0])), np.uint8)
 
 
 def _span(pointer: int, shape: Sequence[int], strides: Sequence[int], nbytes: int) -> Iterator[Span]:

@@ -100,6 +100,21 @@ def test_a_tensor_ends_where_it_ends(device: VirtualDevice, make: Any) -> None:
     assert not device.findings and np.array_equal(launched._array(dw).view(np.uint16), want)
 
 
+def test_an_address_of_nobodys_memory_is_a_finding(device: VirtualDevice, make: Any) -> None:
+    import torch
+
+    from mxgate.kernels.flydsl import device as ours
+
+    dy_t, dy_scales, x_t, x_scales, offsets = (torch.from_numpy(a.view(np.uint8)) for a in small(make)[0])
+    dw = torch.zeros(3, 8, 80, dtype=torch.bfloat16)
+    gone = np.zeros(1 << 20, np.uint8)
+    for address, expected in ((x_t.data_ptr(), set()), (gone.ctypes.data, {"load-out-of-bounds"})):
+        device.begin(0)
+        planes = dy_t.data_ptr(), dy_scales.data_ptr(), address, x_scales.data_ptr(), offsets.data_ptr()
+        ours.launch_simplest(*planes, dw.data_ptr(), 640, 80, 8, 80, 192, 6, 0)
+        assert kinds(device) == expected
+
+
 def test_views_that_overlap_are_one_allocation() -> None:
     assert virtual._merged([(0, 8), (8, 16), (20, 30), (25, 40), (21, 22)]) == [(0, 8), (8, 16), (20, 40)]
     spans = [(100, 200), (100, 150), (90, 300), (300, 310)]
@@ -140,6 +155,24 @@ def test_what_goes_wrong_in_a_launch_is_raised_by_the_call(device: VirtualDevice
     del device.options["limit"]
     launched.launch(*planes, dw, 8, 80, 3)  # and nothing of it stays
     assert np.array_equal(launched._array(dw).view(np.uint16), want)
+
+
+def test_a_host_function_that_needs_more_is_refused(device: VirtualDevice) -> None:
+    """The engine would abort the process for want of a symbol."""
+    from flydsl._mlir import ir
+    from flydsl.compiler import jit_executor
+
+    for line in (
+        "llvm.func @mgpuMemAlloc(i64, !llvm.ptr, i8) -> !llvm.ptr",
+        "llvm.func @mgpuStreamCreate() -> !llvm.ptr",
+    ):
+        with ir.Context():
+            module = ir.Module.parse(f"module {{ {line} }}")
+            if "Stream" in line:
+                jit_executor.ExecutionEngine(module, opt_level=0)
+                continue
+            with pytest.raises(gfx950.RunError, match="has no mgpuMemAlloc, which the host function needs"):
+                jit_executor.ExecutionEngine(module, opt_level=0)
 
 
 def test_it_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

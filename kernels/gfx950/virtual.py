@@ -24,6 +24,7 @@ import gc
 import importlib.util
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +61,6 @@ class VirtualDevice:
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         self.options = options
-        self.memory: dict[int, Any] = {}  # what host functions allocated, by address
         self.passed: list[Span] = []  # the tensors of the call under way
         self.error: BaseException | None = None
         self.begin(seed)
@@ -83,46 +83,40 @@ class VirtualDevice:
         wanted = [a for a in kernel.arguments if not a.kind.startswith("hidden_")]
         places = (ctypes.c_void_p * len(wanted)).from_address(parameters) if wanted else ()
         contents = [ctypes.string_at(place, a.size) for place, a in zip(places, wanted, strict=True)]
-        found: dict[tuple[int, int], Span] = {}
-        spans = list(self.passed)
+        found: list[tuple[int, int, int, Span]] = []  # argument, offset in it, host address, whose it is
         storages: list[Span] | None = None
-        for i, (a, content) in enumerate(zip(wanted, contents, strict=True)):
-            for at in range(0, a.size - 7, 8):
-                value = int.from_bytes(content[at : at + 8], "little")
-                if value < NULL_PAGE:
-                    continue
-                span = _holding(value, spans)
-                if span is None:
-                    storages = self._storages() if storages is None else storages
-                    span = _holding(value, storages)
-                if span is not None:
-                    found[i, at] = span
-                elif a.kind == "global_buffer":
-                    raise RunError(f"kernel {kernel.name}: argument {i} is {value:#x}, which is in no CPU tensor")
-        buffers = {span: _view(span) for span in _merged(found.values())}
-        arguments = []
         for i, content in enumerate(contents):
-            pointers = {}
-            for (j, at), (start, _) in found.items():
-                if i == j:
-                    span = next(s for s in buffers if s[0] <= start < s[1])
-                    pointers[at] = (buffers[span], int.from_bytes(content[at : at + 8], "little") - span[0])
-            arguments.append(Packed(content, pointers))
+            for at in range(0, len(content) - 7, 8):
+                address = int.from_bytes(content[at : at + 8], "little")
+                if address < NULL_PAGE:
+                    continue
+                if (span := _holding(address, self.passed)) is None:
+                    storages = _storages() if storages is None else storages
+                    span = _holding(address, storages)
+                if span is not None:  # else a number, or a pointer that nobody may follow
+                    found.append((i, at, address, span))
+        buffers = [(start, _view((start, end))) for start, end in _merged(span for *_, span in found)]
+        pointers: list[dict[int, tuple[Array, int]]] = [{} for _ in contents]
+        for i, at, address, _ in found:
+            start, array = max((b for b in buffers if b[0] <= address), key=lambda b: b[0])
+            pointers[i][at] = array, address - start
+        arguments = list(map(Packed, contents, pointers))
         options = {"seed": self.seed + len(self.results), "dynamic_lds": lds, **self.options}
         self.results.append(run(kernel, arguments, grid, block, **options))
 
-    def _storages(self) -> list[Span]:
-        """The memory of every CPU tensor there is: an address alone does not say whose it is."""
-        import torch
 
-        spans = [(start, start + ctypes.sizeof(held)) for start, held in self.memory.items()]
-        for tensor in gc.get_objects():
-            if issubclass(type(tensor), torch.Tensor):
-                with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse ones and the like have none
-                    if tensor.device.type == "cpu":
-                        storage = tensor.untyped_storage()
-                        spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
-        return spans
+def _storages() -> list[Span]:
+    """The memory of every CPU tensor there is: an address alone does not say whose it is."""
+    import torch
+
+    spans = []
+    for tensor in gc.get_objects():
+        if issubclass(type(tensor), torch.Tensor):
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # sparse ones and the like have none
+                if tensor.device.type == "cpu":
+                    storage = tensor.untyped_storage()
+                    spans.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    return spans
 
 
 def _holding(address: int, spans: Sequence[Span]) -> Span | None:
@@ -199,25 +193,6 @@ def _launch(function: int, *rest: int) -> None:
     _current.launch(kernel, (gx, gy, gz), (bx, by, bz), lds, parameters)
 
 
-def _allocate(size: int, stream: int, shared: int) -> int:
-    assert _current is not None
-    held = (ctypes.c_uint8 * size)()
-    _current.memory[ctypes.addressof(held)] = held
-    return ctypes.addressof(held)
-
-
-def _free(address: int, stream: int) -> None:
-    assert _current is not None
-    _current.memory.pop(address, None)
-
-
-def _fill(dtype: Any) -> Callable[[int, int, int, int], None]:
-    def fill(address: int, value: int, count: int, stream: int) -> None:
-        _view((address, address + count * np.dtype(dtype).itemsize)).view(dtype)[:] = value
-
-    return fill
-
-
 def _refused(*arguments: int) -> None:
     raise RunError("gfx950 has no clusters of workgroups")
 
@@ -229,17 +204,12 @@ def _token(*arguments: Any) -> int:
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int32, ctypes.c_size_t
 _LAUNCH = (*(ctypes.c_int64,) * 6, _I, _P, _P, _P, _Z)
-# name: (result, arguments, function); those of MLIR's GPU runtime wrappers
+# name: (result, arguments, function); of MLIR's GPU runtime wrappers those that launches need
 _RUNTIME: dict[str, tuple[Any, tuple[Any, ...], Callable[..., Any]]] = {
     "mgpuModuleLoadJIT": (_P, (_P, _I, _Z), _load_text),
     "mgpuModuleGetFunction": (_P, (_P, ctypes.c_char_p), _function),
     "mgpuLaunchKernel": (None, (_P, *_LAUNCH), _launch),
     "mgpuLaunchClusterKernel": (None, (_P, *(ctypes.c_int64,) * 3, *_LAUNCH), _refused),
-    "mgpuMemAlloc": (_P, (ctypes.c_uint64, _P, ctypes.c_bool), _allocate),
-    "mgpuMemFree": (None, (_P, _P), _free),
-    "mgpuMemcpy": (None, (_P, _P, _Z, _P), lambda to, source, size, stream: ctypes.memmove(to, source, size)),
-    "mgpuMemset16": (None, (_P, ctypes.c_uint16, _Z, _P), _fill(np.uint16)),
-    "mgpuMemset32": (None, (_P, ctypes.c_uint32, _Z, _P), _fill(np.uint32)),
     "mgpuStreamCreate": (_P, (), _token),
     "mgpuStreamDestroy": (None, (_P,), _token),
     "mgpuStreamSynchronize": (None, (_P,), _token),
@@ -364,6 +334,9 @@ def _patch(stack: contextlib.ExitStack) -> None:
         return before, text  # part of the key of FlyDSL's caches, so nothing is mixed up there
 
     def engine(module: Any, opt_level: int = 2, shared_libs: Sequence[str] = ()) -> Any:
+        called = set(re.findall(r"@(mgpu\w+)|(#fly\.explicit_module)", str(module)))
+        if lacking := {name for names in called for name in names if name} - _RUNTIME.keys():  # it would abort
+            raise RunError(f"the virtual gfx950 has no {', '.join(sorted(lacking))}, which the host function needs")
         made = constructor(module, opt_level=opt_level, shared_libs=[p for p in shared_libs if RUNTIME not in p])
         for name, place in _symbols().items():
             made.raw_register_runtime(name, place)

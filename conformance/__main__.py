@@ -856,7 +856,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, emulated ones, or all (default: cpu, or what --build names)",
+        help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), or all "
+        "(default: cpu, or what --build names)",
     )
     sub.add_argument(
         "--case",

@@ -68,8 +68,12 @@ DEVICES: Mapping[str, Callable[[Build], bool]] = {
 }
 
 
-def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError."""
+def choose_builds(names: Sequence[str], op: str | None, device: str | None = None, tier: str = "smoke") -> list[Build]:
+    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError.
+
+    With --device emu an outside build is one that launches through FlyDSL; above the smoke tier it is judged under
+    every model of the matrix core.
+    """
     known = registry()
     if not names:
         device = device or "cpu"
@@ -79,11 +83,12 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
         return found
     chosen: dict[str, Build] = {}
     for name in names:
-        for build in _builds_named(name, op, known):
-            if device == "emu" and build.id not in known and not build.name.startswith("fault_"):
-                from mxgate.kernels.gfx950.virtual import emulated
+        found = _builds_named(name, op, known)
+        if device == "emu" and (":" in name or name.endswith(".py")):
+            from mxgate.kernels.gfx950 import MODELS, virtual
 
-                build = emulated(build)
+            found = [virtual.emulated(b, m) for b in found for m in (MODELS if tier != "smoke" else [virtual.DEFAULT])]
+        for build in found:
             if chosen.get(build.id, build) != build:
                 raise UsageError(f"two different builds are called {build.id}: give them to two runs")
             chosen[build.id] = build
@@ -240,7 +245,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     from mxgate.conformance.run import run
 
     settings = _settings(args)
-    builds = choose_builds(args.build, args.op, args.device)
+    builds = choose_builds(args.build, args.op, args.device, args.tier)
     cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed)
     if lost := [b.id for b in builds if not any(c.op == b.op for c in cases)]:
         if args.build:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mxgate.conformance import certificate, gates, report
 from mxgate.conformance import run as runner
-from mxgate.conformance.__main__ import main
+from mxgate.conformance.__main__ import choose_builds, main
 from mxgate.conformance.case import case_by_id
 from mxgate.conformance.run import RunReport, Settings, summarise
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
@@ -131,6 +131,12 @@ def test_a_launch_without_a_gpu_is_refused_in_time(outside: Path, capsys: pytest
     finding = verdict["first_finding"]
     assert isinstance(finding, dict) and finding["gate"] == "contract"
     assert f"there is no {HIP} here: give --device emu" in finding["what"]
+
+
+def test_above_the_smoke_tier_every_model_judges(outside: Path) -> None:
+    chosen = {tier: choose_builds([f"{outside}:wgrad"], "wgrad", "emu", tier) for tier in ("smoke", "full")}
+    assert [b.options for b in chosen["full"]] == [(("model", model),) for model in gfx950.MODELS]
+    assert chosen["smoke"] == chosen["full"][:1] and len({b.id for b in chosen["full"]}) == len(gfx950.MODELS)
 
 
 def test_without_flydsl_an_outside_launch_is_not_loaded(

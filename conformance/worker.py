@@ -541,10 +541,10 @@ def _a(noun: str) -> str:
     return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
-def _virtual_device() -> Any:
+def _virtual_device(model: str) -> Any:
     from mxgate.kernels.gfx950 import virtual  # not for every child: it takes a while
 
-    return virtual.install()
+    return virtual.install(model=model)
 
 
 @contextlib.contextmanager
@@ -580,7 +580,9 @@ class _Server:
         for name in ("empty", "empty_like"):
             setattr(np, name, _filled(getattr(np, name)))
         # Of the emulated builds those that need FlyDSL launch through it; ours may run from committed machine code.
-        self.device = _virtual_device() if self.build.device != "cpu" and "flydsl" in self.build.requires else None
+        self.device = None
+        if self.build.device != "cpu" and "flydsl" in self.build.requires:
+            self.device = _virtual_device(dict(self.build.options)["model"])
         if self.device is None and not hip():
             os.environ.update(_NO_LAUNCH)
         with _understood():

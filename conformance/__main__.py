@@ -16,12 +16,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, outside, registry
+from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, outside, registry
 
 # The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -68,8 +68,12 @@ DEVICES: Mapping[str, Callable[[Build], bool]] = {
 }
 
 
-def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError."""
+def choose_builds(names: Sequence[str], op: str | None, device: str | None = None, tier: str = "smoke") -> list[Build]:
+    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError.
+
+    With --device emu an outside build is one that launches through FlyDSL; above the smoke tier it is judged under
+    every model of the matrix core.
+    """
     known = registry()
     if not names:
         device = device or "cpu"
@@ -79,7 +83,12 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
         return found
     chosen: dict[str, Build] = {}
     for name in names:
-        for build in _builds_named(name, op, known):
+        found = _builds_named(name, op, known)
+        if device == "emu" and (":" in name or name.endswith(".py")):
+            from mxgate.kernels.gfx950 import MODELS, virtual
+
+            found = [virtual.emulated(b, m) for b in found for m in (MODELS if tier != "smoke" else [virtual.DEFAULT])]
+        for build in found:
             if chosen.get(build.id, build) != build:
                 raise UsageError(f"two different builds are called {build.id}: give them to two runs")
             chosen[build.id] = build
@@ -256,7 +265,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     from mxgate.conformance.run import run
 
     settings = _settings(args)
-    builds = choose_builds(args.build, args.op, args.device)
+    builds = choose_builds(args.build, args.op, args.device, args.tier)
     cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed, args.cases)
     if args.cases and not args.build:
         builds = [b for b in builds if any(c.op == b.op for c in cases)]
@@ -271,9 +280,23 @@ def cmd_run(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         STATE.mkdir(exist_ok=True)
         (STATE / "last-run").write_text(str(out.resolve()))
-    with text.Watch("cases") as step:
+    with text.Watch("cases") as step, _emulating(args.device):
         report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
     return _finish(report, out, args.json, args.device, args.html)
+
+
+@contextlib.contextmanager
+def _emulating(device: str | None) -> Iterator[None]:
+    """With --device emu children emulate even where there is the GPU."""
+    before = os.environ.get(EMULATE)
+    if device == "emu":
+        os.environ[EMULATE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(EMULATE, None)
+        if before is not None:
+            os.environ[EMULATE] = before
 
 
 def _folder(out: Path) -> Path:
@@ -964,7 +987,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, emulated ones, or all (default: cpu, or what --build names)",
+        help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), or all "
+        "(default: cpu, or what --build names)",
     )
     sub.add_argument(
         "--case",

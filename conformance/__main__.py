@@ -637,8 +637,8 @@ def cmd_inspect(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name for of in figures.values() for name in of))
     rows = [[name, *(str(of.get(name, "-")) for of in figures.values())] for name in names]
     text.table(to, [build, *figures], rows, list(figures))
-    routing = f"groups of {', '.join(map(str, budget.SIZES))} tokens, dW {budget.N}x{budget.K}"
-    text.say(to, f"loop: one turn of the main loop by one wave; executed: by all waves, on {routing}")
+    for line in budget.notes():
+        text.say(to, line)
     for line in above:
         text.say(to, f"OVER BUDGET {line}")
     return int(bool(above))

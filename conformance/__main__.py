@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import difflib
 import fnmatch
-import itertools
 import json
 import os
 import signal
@@ -562,13 +561,20 @@ def _machine_code_faults(args: argparse.Namespace) -> int:
         raise UsageError("--fault chooses wrong builds and --isa makes wrong machine code; give one of them")
     try:
         with text.Watch("mutants") as step:
-            done = itertools.count(1)
-            judged = mutants.run(args.isa, progress=lambda outcome: step(next(done), args.isa, outcome.mutant.kind))
+            done = 0
+
+            def count(outcome: mutants.Outcome) -> None:
+                nonlocal done
+                done += not outcome.equivalent
+                step(done, args.isa, outcome.mutant.kind)
+
+            judged = mutants.run(args.isa, progress=count)
     except Unavailable as error:
         print(f"mxgate: {error}", file=sys.stderr)
         return 3
     if args.json:
-        kinds = {kind: {"made": judged.made[kind], "killed": judged.killed[kind]} for kind in judged.made}
+        counts = {"made": judged.made, "killed": judged.killed, "equivalent": judged.equivalent}
+        kinds = {kind: {what: of[kind] for what, of in counts.items()} for kind in judged.made}
         survivors = [{"mutant": str(o.mutant), "reason": o.reason} for o in judged.survivors]
         _print_json({"command": "faults --isa", "kinds": kinds, "survivors": survivors})
     else:
@@ -748,8 +754,8 @@ def cmd_inspect(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(name for of in figures.values() for name in of))
     rows = [[name, *(str(of.get(name, "-")) for of in figures.values())] for name in names]
     text.table(to, [build, *figures], rows, list(figures))
-    routing = f"groups of {', '.join(map(str, budget.SIZES))} tokens, dW {budget.N}x{budget.K}"
-    text.say(to, f"loop: one turn of the main loop by one wave; executed: by all waves, on {routing}")
+    for line in budget.notes():
+        text.say(to, line)
     for line in above:
         text.say(to, f"OVER BUDGET {line}")
     return int(bool(above))

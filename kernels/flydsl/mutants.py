@@ -2,8 +2,11 @@
 
 A gate that accepts the shipping kernel shows little until it rejects its neighbours. Each mutant is the compiled text
 of the shipping kernel, or of the one before it, with one fault of a kind that compilers and hand-written code have had;
-it is killed when the emulator refuses its text, reports a hazard, or gives other bytes than the numeric contract's. A
-mutant that lives is listed, with a reason where one of REASONS holds, and as unexplained where none does.
+it is killed when the emulator refuses its text, reports a hazard, or gives other bytes than the numeric contract's, or
+when it reads or writes through a buffer descriptor that reaches past its buffer or is of another type. A mutant that
+lives is listed, with a reason where one of REASONS holds, and as unexplained where none does. No reason names a
+register: each reads off the text, or runs, what it rests on. Mutants that are shown to be equivalent cannot be killed;
+they are listed and counted beside the others, in whose place more are drawn.
 
 Cases are made for this: sums are exact, so that the answer does not depend on an order; every row and block has a scale
 of its own; whole groups of NaN stand next to those that are judged; the padding is NaN.
@@ -33,9 +36,12 @@ from numpy.typing import NDArray
 
 from mxgate.kernels import gfx950, numpy_reference
 from mxgate.kernels.flydsl import wgrad
+from mxgate.kernels.flydsl.compile import KERNELS as KERNEL_ARGUMENTS
 from mxgate.kernels.flydsl.compile import machine_code
 from mxgate.kernels.gfx950 import memory
+from mxgate.kernels.gfx950.ledger import without_matrix
 from mxgate.kernels.gfx950.plan import program
+from mxgate.kernels.gfx950.state import Waves
 from mxgate.kernels.numpy_windowed import longest_first, supertile
 from mxgate.oracle.formats import decode_table
 from mxgate.oracle.groups import spans
@@ -277,6 +283,7 @@ class Case:
     """A routing. nan: the experts all of whose operands are NaN; seed: of the data and of the launch order.
 
     line: the buffer, counted along the kernel's arguments, in whose middle the addresses cross a multiple of 4 GiB.
+    smaller: binary orders taken off every scale. Sums that are bf16 denormals show what an accumulator began with.
     """
 
     name: str
@@ -287,19 +294,22 @@ class Case:
     nan: tuple[int, ...] = ()
     seed: int = 0
     line: int | None = None
+    smaller: int = 0
 
 
-# From cheap to dear, nearly. The second has a group of six bodies that starts and ends in the middle of one, its end
-# past the middle, N and K over one tile; the third has bands enough to need the division's correction, and both kinds
-# of narrow edge; the fourth more experts than lanes. EDGES end K in each of the eight fragments of a quadrant and put
-# the 4 GiB line in each buffer. PADDING is over 16,384 tokens of it, enough for the loops that clear it to go round
-# twice.
+# From cheap to dear, nearly. The first has a group that ends in the first step of its last body, with NaN behind it.
+# The second has a group of six bodies that starts and ends in the middle of one, its end past the middle, N and K over
+# one tile; the third has bands enough to need the division's correction, and both kinds of narrow edge; the fourth more
+# experts than lanes, one of them NaN, in a later round of lanes and in another's window. EDGES end K in each of the
+# eight fragments of a quadrant and put the 4 GiB line in each buffer. MANY is more experts than a bit flip of a lane
+# can miss. PADDING is over 16,384 tokens of it, enough for the loops that clear it to go round twice.
 CASES = (
-    Case("one tile", (96, 32, 352, 0, 64), 250, 236, 576, (1,)),
-    Case("six bodies", (128, 32, 1280, 32, 0, 64), 272, 300, 1600, (1, 3), 1),
+    Case("one tile", (96, 32, 352, 0, 64, 32), 250, 236, 640, (1, 5)),
+    Case("six bodies", (128, 32, 1280, 32, 0, 64), 272, 300, 1600, (1, 3), 1, smaller=67),
     Case("tiles", (64, 32), 1544, 700, 128, (1,), 2),
-    Case("experts", tuple(32 * (e in (0, 62, 63, 64, 66)) for e in range(67)), 16, 20, 160, (), 3),
+    Case("experts", tuple(32 * (e in (0, 62, 63, 64, 66)) for e in range(67)), 16, 20, 160, (64,), 3),
 )
+MANY = Case("many", tuple(32 * (e in (0, 255, 256, 257, 260)) for e in range(261)), 6, 5, 160, (0,), 16)
 EDGES = (
     *(Case(f"edge {f}", (32, 0), 16 * f + 21, 268 + 16 * f, 64, (), 5 + f, f % 7) for f in range(8)),
     Case("one expert", (32,), 21, 40, 64, (), 13),
@@ -308,7 +318,7 @@ EDGES = (
 )
 PADDING = Case("padding", (64, 96), 6, 5, 18624, (), 4)
 RUNS: Mapping[str, tuple[Case, ...]] = MappingProxyType(
-    {"shipping": (*CASES, *EDGES), "prepare": (*CASES[:2], PADDING, *EDGES, *CASES[2:])}
+    {"shipping": (*CASES, *EDGES), "prepare": (*CASES[:2], PADDING, *EDGES, *CASES[2:], MANY)}
 )
 
 
@@ -327,7 +337,7 @@ ORDERS = (
     Order((64, 768, 0, 544), 300, 600, 7),
     Order((544, 32, 544), 300, 600, 1),
     Order((32,) * 63 + (768,), 16, 16, 1),
-    Order((32,) * 64 + (768,), 16, 16, 1),
+    Order((32, 768) + (32,) * 63, 16, 16, 1),
     Order((32,) * 63 + (768,), 1024, 1024, 1),
     Order((32,) * 62 + (768,), 1024, 1024, 1),
 )
@@ -335,7 +345,9 @@ LANES = 64
 FILL = 0x5A5A  # a finite bf16 that no case's answer holds
 
 
-def _operands(sizes: tuple[int, ...], n: int, k: int, m: int, nan: tuple[int, ...], seed: int) -> tuple[Array, ...]:
+def _operands(
+    sizes: tuple[int, ...], n: int, k: int, m: int, nan: tuple[int, ...], seed: int, smaller: int = 0
+) -> tuple[Array, ...]:
     """dY^T, its scales, X^T, its scales, offsets. Elements -3 .. 3 under scales 1 to 32: sums stay below 2^24."""
     rng = np.random.default_rng(seed)
     table = decode_table("e4m3fn")
@@ -344,7 +356,7 @@ def _operands(sizes: tuple[int, ...], n: int, k: int, m: int, nan: tuple[int, ..
     planes: list[Array] = []
     for rows in (n, k):
         data = rng.choice(small, (rows, m))
-        scales = rng.integers(127, 133, (rows, m // 32)).astype(np.uint8)
+        scales = (rng.integers(127, 133, (rows, m // 32)) - smaller).astype(np.uint8)
         for start, end in [(offsets[-1], m)] + [spans(offsets)[g] for g in nan]:
             data[:, start:end], scales[:, start // 32 : end // 32] = 0x7F, 0xFF
         planes += [data.view(ml_dtypes.float8_e4m3fn), scales.view(ml_dtypes.float8_e8m0fnu)]
@@ -372,13 +384,14 @@ def _true(kernel: str) -> gfx950.Kernel:
 def _crossing(arrays: Sequence[Array], line: int | None) -> Iterator[None]:
     """The emulator's addresses moved so that a multiple of 4 GiB falls into the middle of one of these arrays.
 
-    Elsewhere all buffers lie within 4 GiB, and the upper half of an address could be any buffer's.
+    Elsewhere all buffers lie within 4 GiB, and the upper half of an address could be any buffer's. Every bit of the
+    upper half is one in the cases of even or in those of odd lines.
     """
     before = memory.BASE
     if line is not None:
         which = line % len(arrays)
         start = memory.Memory([a.nbytes for a in arrays]).starts[which]
-        memory.BASE = (before | 0xFFFFFFFF) + 1 - (start + arrays[which].nbytes // 2) // 256 * 256
+        memory.BASE = ((0x2AAA, 0x5555)[line % 2] << 32) - (start + arrays[which].nbytes // 2) // 256 * 256
     try:
         yield
     finally:
@@ -391,14 +404,38 @@ def _call(
     arguments = [buffers[a] if isinstance(a, str) else a for a in call.arguments]
     shape, limit = ((call.blocks, 1, 1), (call.threads, 1, 1)), LIMITS[call.kernel]
     arrays = [a for a in arguments if isinstance(a, np.ndarray)]
+    options.setdefault("observe", _descriptor)
     with _crossing(arrays, line), warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         return gfx950.run(kernel, arguments, *shape, limit=limit, **options)
 
 
+RAW = 0x27000  # the last word of the descriptor of a raw buffer
+
+
+class _BadDescriptor(Exception):
+    pass
+
+
+def _descriptor(space: str, inst: gfx950.Instruction, st: Waves, *_: Any) -> None:
+    """An observer that holds every descriptor used to what the device code asks for: a raw buffer, bounded exactly.
+
+    Raises _BadDescriptor for one of another type, or one that reaches past the end of the buffer it starts in.
+    """
+    if space == "lds" or not inst.base.startswith("buffer_"):
+        return
+    first = next(o.index for o in inst.operands if o.kind == "s" and o.count == 4)
+    low, high, records, flags = (st.s[first + i].astype(np.int64) for i in range(4))
+    mem, start = st.machine.memory, (low | high << 32) - memory.BASE
+    place = np.searchsorted(mem.starts, start, side="right") - 1
+    fits = (place >= 0) & (start + records <= np.array(mem.ends)[place])
+    if not (fits | (records == 0)).all() or not (flags == RAW).all():
+        raise _BadDescriptor(f"line {inst.line} `{inst.text}`: a descriptor past its buffer, or of another type")
+
+
 @functools.cache
 def _setting(case: Case) -> _Setting:
-    operands = _operands(case.sizes, case.n, case.k, case.m, case.nan, case.seed)
+    operands = _operands(case.sizes, case.n, case.k, case.m, case.nan, case.seed, case.smaller)
     with np.errstate(invalid="ignore"):
         want = numpy_reference.wgrad(*operands).view(np.uint16)
     plan = wgrad.launch_plan("shipping", case.n, case.k, case.m, len(case.sizes))
@@ -436,7 +473,7 @@ def _wrong(got: Array, want: Array) -> str | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """how: "parse error", "crash", "hazard", "wrong bytes" or "wrong order", with the case and a detail.
+    """how: "parse error", "crash", "hazard", "descriptor", "wrong bytes", "wrong order" or "wrong address".
 
     A survivor has how None, and the reason that shows it to be equivalent, or why no case can tell, or None.
     """
@@ -449,6 +486,11 @@ class Outcome:
     @property
     def killed(self) -> bool:
         return self.how is not None
+
+    @property
+    def equivalent(self) -> bool:
+        """Whether it lived because it does what the original does."""
+        return not self.killed and self.reason is not None and self.reason.startswith("equivalent")
 
 
 def judge(mutant: Mutant) -> Outcome:
@@ -469,9 +511,12 @@ def judge(mutant: Mutant) -> Outcome:
             how, detail = _try_order(kernel, order)
             if how is not None:
                 return Outcome(mutant, how, detail)
+    how, detail = _try_far(mutant.kernel, kernel)
+    if how is not None:
+        return Outcome(mutant, how, detail)
     place = next(i.index for i in kernel.instructions if i.line >= mutant.line)
     if not executed[place]:
-        return Outcome(mutant, None, "no case executes it", reason(mutant))
+        return Outcome(mutant, None, "no case executes it", reason(mutant, REASONS[:1]))
     return Outcome(mutant, None, f"executed {int(executed[place])} times", reason(mutant))
 
 
@@ -512,6 +557,8 @@ def _launch(
         return "parse error", str(error)
     except gfx950.RunError as error:
         return "crash", str(error)
+    except _BadDescriptor as error:
+        return "descriptor", str(error)
     except (IndexError, OverflowError, MemoryError, ValueError, KeyError) as error:
         return "crash", f"{type(error).__name__}: {error}"
     if executed is not None:
@@ -541,11 +588,62 @@ def _try_order(kernel: gfx950.Kernel, order: Order) -> tuple[str | None, str]:
     call = replace(plan.calls[1], blocks=order.blocks)
     try:
         _call(kernel, call, buffers, hazards=False)
-    except (gfx950.RunError, IndexError, OverflowError, MemoryError, ValueError, KeyError) as error:
+    except (gfx950.RunError, _BadDescriptor, IndexError, OverflowError, MemoryError, ValueError, KeyError) as error:
         return "crash", f"{order}: {type(error).__name__}: {error}"
     tiles = buffers["dw"][:, :: wgrad.TILE, :: wgrad.TILE] != FILL
     got = frozenset(tuple(int(i) for i in place) for place in np.argwhere(tiles))
     return ("wrong order", f"{order}: tiles {sorted(got)}") if got != want else (None, "")
+
+
+# Sizes with which products of rows and pitches pass 4 GiB: planes and outputs of the fifth tile of rows and of the
+# second expert, rows of the planes and of the scales to be cleared. No buffer is there: only where accesses would go is
+# looked at.
+FAR = {"shipping": (1280, 1280, 1 << 22), "prepare": (16400, 16, (1 << 23) - 32)}  # N, K, M
+FAR_PITCH, FAR_EXPERT = 1 << 21, 3 << 30
+
+
+def _far(name: str, kernel: gfx950.Kernel) -> frozenset[tuple[int, ...]]:
+    """(block, whether it stores, multiple of 4 GiB above the buffers) of all accesses that their descriptors allow."""
+    found: set[tuple[int, ...]] = set()
+
+    def observe(space: str, inst: gfx950.Instruction, st: Waves, address: Array, active: Array, size: int) -> None:
+        if space != "lds":
+            above = (address - memory.BASE) >> 32
+            blocks = np.broadcast_to(st.gid[:, None], above.shape)[active]
+            pairs = np.unique(np.stack([blocks, above[active]], -1), axis=0)
+            found.update((int(b), int(space == "store"), int(a)) for b, a in pairs)
+
+    n, k, m = FAR[name]
+    nothing = [np.zeros(256, np.uint8) for _ in range(6)]
+    # Without much padding prepare has little to clear.
+    sizes = (32, 32, 32) if name == "shipping" else (m - 96, 32, 32)
+    offsets, slots = np.cumsum(sizes, dtype=np.int32), m // wgrad.TILE + 2 * len(sizes)
+    if name == "shipping":
+        rest: tuple[Any, ...] = (nothing[4], FAR_EXPERT, FAR_PITCH)
+        blocks = 3 * -(-n // wgrad.TILE) * -(-k // wgrad.TILE)
+    else:
+        rest = (nothing[4], nothing[5])
+        blocks = (n + k) // 4 + 40
+    rest = (*nothing[:4], offsets, *rest, n, k, m, len(sizes), slots)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        shape = (blocks, 1, 1), (256, 1, 1)
+        gfx950.run(kernel, rest, *shape, hazards=False, limit=LIMITS[name], observe=observe, batch=2048)
+    return frozenset(found)
+
+
+@functools.cache
+def _true_far(name: str) -> frozenset[tuple[int, ...]]:
+    return _far(name, without_matrix(_true(name)))
+
+
+def _try_far(name: str, kernel: gfx950.Kernel) -> tuple[str | None, str]:
+    try:
+        got = _far(name, without_matrix(kernel))
+    except (gfx950.RunError, IndexError, OverflowError, MemoryError, ValueError, KeyError) as error:
+        return "crash", f"far: {type(error).__name__}: {error}"
+    wrong = sorted(got ^ _true_far(name))
+    return ("wrong address", f"far: {len(wrong)} such as {wrong[0]}") if wrong else (None, "")
 
 
 # ---------------------------------------------------------------- survivors
@@ -617,11 +715,6 @@ def _ranked(mutant: Mutant, _: re.Match[str]) -> bool:
     return mutant.kernel == "shipping" and _any(later, r"s_and_b64 s\[\d+:\d+\], vcc, s\[\d+:\d+\]") is not None
 
 
-def _empty_as_well(mutant: Mutant, found: re.Match[str]) -> bool:
-    earlier, later = _around(mutant, 2, 1)
-    return earlier[0] == "s_mov_b64 s[14:15], 0" and later == [f"s_cmp_lg_u32 {found[1]}, 1"]
-
-
 def _zero_either_way(mutant: Mutant, found: re.Match[str]) -> bool:
     earlier, later = _around(mutant, 16, 8)
     rest = _any(earlier, rf"s_sub_i32 (s\d+), {found[1]}, {found[2]}")
@@ -634,12 +727,29 @@ def _clearing_loop(mutant: Mutant, _: re.Match[str]) -> bool:
     return mutant.kernel == "prepare" and stores and any(line.startswith("s_cbranch_scc") for line in later)
 
 
-def _unread_bits(_mutant: Mutant, found: re.Match[str]) -> bool:
-    return int(found[2], 0) ^ int(found[3], 0) < 1 << 19
+def _loaded(mutant: Mutant, at: int, register: str) -> int | None:
+    """The kernarg offset of what a scalar register holds before line `at`, where it was loaded from there, or None."""
+    _, code = _read(mutant.original)
+    number = int(register[1:])
+    for line in (code.lines[p] for p in reversed(code.places) if p < at):
+        found = re.match(r"[sv]_\w+ (?:v\S+ )?s(?:(\d+)|\[(\d+):(\d+)\])(?:, |$)", line)
+        if found is None or line.startswith(("s_cmp", "s_bitcmp")):
+            continue
+        first, last = int(found[1] or found[2]), int(found[1] or found[3])
+        if first <= number <= last:
+            load = re.fullmatch(r"s_load_dword(?:x\d+)? [^,]+, s\[0:1\], (0x\w+|\d+)", line)
+            return None if load is None else int(load[1], 0) + 4 * (number - first)
+    return None
+
+
+def _argument(mutant: Mutant, from_last: int) -> int:
+    """The kernarg offset of an argument: experts is the last but one, slots the last."""
+    widths = [8 if kind == "q" else 4 for kind in KERNEL_ARGUMENTS[mutant.kernel]]
+    return sum(widths[: len(widths) - from_last])
 
 
 def _no_experts(mutant: Mutant, _: re.Match[str]) -> bool:
-    """Whether the block is entered by one branch alone, taken where a count of experts is below 1."""
+    """Whether the block is entered by one branch alone, taken where the count of experts is below 1."""
     lines = [" ".join(line.split(";")[0].split()) for line in mutant.original.splitlines()]
     label = next((i for i in range(mutant.line - 1, -1, -1) if re.fullmatch(r"\.LBB\w+:", lines[i])), None)
     if label is None:
@@ -647,12 +757,117 @@ def _no_experts(mutant: Mutant, _: re.Match[str]) -> bool:
     _name, code = _read(mutant.original)
     earlier = [code.lines[p] for p in code.places if p < label]
     entries = [i for i, p in enumerate(code.places) if code.lines[p].endswith(" " + lines[label][:-1])]
+    if not earlier[-1].startswith("s_branch ") or len(entries) != 1:
+        return False
+    branch = code.places[entries[0]]
+    compare = _any([code.lines[p] for p in code.places[entries[0] - 2 : entries[0]]], r"s_cmp_lt_i32 (s\d+), 1")
     return (
-        earlier[-1].startswith("s_branch ")
-        and len(entries) == 1
-        and code.lines[code.places[entries[0]]].startswith("s_cbranch_scc1 ")
-        and "s_cmp_lt_i32 s23, 1" in [code.lines[p] for p in code.places[entries[0] - 2 : entries[0]]]
-        and mutant.kernel == "prepare"
+        code.lines[branch].startswith("s_cbranch_scc1 ")
+        and compare is not None
+        and _loaded(mutant, branch, compare[1]) == _argument(mutant, 2)
+    )
+
+
+def _empty_as_well(mutant: Mutant, found: re.Match[str]) -> bool:
+    """Whether it is the choice between clearing and computing, made from a flag or from first token and end."""
+    if mutant.before.startswith("s_cselect"):
+        earlier, later = _around(mutant, 2, 1)
+        flag = re.fullmatch(r"s_mov_b64 (s\[\d+:\d+\]), 0", earlier[0])
+        return (
+            flag is not None
+            and re.fullmatch(rf"s_and_b64 \S+ {re.escape(flag[1])}, exec", earlier[1]) is not None
+            and later == [f"s_cmp_lg_u32 {found[1]}, 1"]
+        )
+    earlier, later = _around(mutant, 4, 1)
+    read = [_any(earlier, rf"v_readfirstlane_b32 {register}, v\d+") for register in found[2].split(", ")]
+    return all(read) and later[0].startswith("s_cbranch_scc0 ")
+
+
+def _ranks_unasked(mutant: Mutant, found: re.Match[str]) -> bool:
+    """Whether the condition that would have set a count of turns to zero is the one that drops what the turns find."""
+    earlier, later = _around(mutant, 1, 130)
+    asked = re.fullmatch(r"s_and_b64 \S+ (s\[\d+:\d+\]), exec", earlier[0])
+    if asked is None or _loaded(mutant, mutant.line - 1, found[2]) != _argument(mutant, 2):
+        return False
+    again = [i for i, line in enumerate(later) if re.fullmatch(rf"s_and_b64 \S+ {re.escape(asked[1])}, exec", line)]
+    written = any(re.match(rf"[sv]_\w+ {re.escape(asked[1])}, ", line) for line in later)
+    return len(again) == 1 and not written and later[again[0] + 1].startswith("s_cselect_b32")
+
+
+def _one_rank(mutant: Mutant, _: re.Match[str]) -> bool:
+    """Whether the turns left out would start from the rank that the other way gives: 0, with nobody above it."""
+    later = _around(mutant, 0, 40)[1]
+    count = _any(later, r"v_addc_co_u32_e64 (v\d+), .*")
+    branch = _any(later[:2], r"s_cbranch_scc1 \S+")
+    if count is None or branch is None or _any(later, r"v_readlane_b32 .*") is None:
+        return False
+    return sum(line == f"v_mov_b32_e32 {count[1]}, 0" for line in later) == 2
+
+
+def _waited_anyway(mutant: Mutant, _: re.Match[str]) -> bool:
+    """Whether the wait is one after matrix instructions, whose readers the emulator times each time they are run."""
+    earlier = _around(mutant, 4, 0)[0]
+    return any(line.startswith("v_mfma") for line in earlier)
+
+
+def _seeks_once_more(mutant: Mutant, found: re.Match[str]) -> bool:
+    """Whether every result of the loop is taken under a mask that holds for lanes of experts alone."""
+    if _loaded(mutant, mutant.line - 1, found[1]) != _argument(mutant, 2):
+        return False
+    earlier, later = _around(mutant, 9, 18)
+    mask = _any(earlier, rf"v_cmp_gt_u32_e64 (s\[\d+:\d+\]), {found[1]}, v\d+")
+    ends = next((i for i, line in enumerate(later) if line.startswith("s_cbranch_vccnz")), None)
+    if mask is None or ends is None:
+        return False
+    taken = [line for line in later[:ends] if line.startswith("v_cndmask_b32")]
+    both = rf"s_and_b64 {re.escape(mask[1])}, {re.escape(mask[1])}, s\[\d+:\d+\]"
+    return bool(taken) and all(line.endswith(mask[1]) for line in taken) and _any(later[:ends], both) is not None
+
+
+def _still_out_of_range(mutant: Mutant, found: re.Match[str]) -> bool:
+    """Whether the constant is an offset that lies past 2 GiB as well, and no plan has a larger buffer."""
+    offset = int(f"{int(found[2], 0):032b}"[::-1], 2)
+    _, code = _read(mutant.original)
+    uses = []
+    for line in (code.lines[p] for p in code.places if p > mutant.line - 1):
+        name, _, rest = line.partition(" ")
+        operands = rest.split(", ")
+        if found[1] in operands[1:]:
+            uses.append(name.startswith("v_cndmask_b32") and operands.index(found[1], 1) == 1)
+        if operands[0] == found[1]:
+            break
+    return 1 << 31 <= offset < (1 << 32) - 4096 and bool(uses) and all(uses)
+
+
+def _bounded_anyway(mutant: Mutant, _: re.Match[str]) -> bool:
+    """Whether a store behind lies past num_records where the compare does not hold: half >= halves, the address is
+    (half * slots + slot) KiB and the buffer halves * slots KiB."""
+    earlier, later = _around(mutant, 12, 4)
+    around = [*earlier, mutant.before, *later]
+    bound = _any(around, r"s_mul_i32 s\d+, (s\d+), (s\d+)")
+    compare = _any(around, r"s_cmp_lt_u32 (s\d+), (s\d+)")
+    if bound is None or compare is None or bound[2] != compare[2]:
+        return False
+    return (
+        _loaded(mutant, mutant.line - 12, bound[1]) == _argument(mutant, 1)
+        and _any(around, r"s_lshl_b32 s\d+, s\d+, 10") is not None
+        and _any(around, rf"s_mul_i32 s\d+, {compare[1]}, {bound[1]}") is not None
+        and _any(around, r"v_lshl_or_b32 v\d+, s\d+, 10, v\d+") is not None
+    )
+
+
+def _small_product(mutant: Mutant, found: re.Match[str]) -> bool:
+    """Whether the product is one of a half tile's number and the KiB of all slots, which a plan keeps below 2 GiB, and
+    what takes its place the square of that number."""
+    earlier = _around(mutant, 10, 0)[0]
+    half, pitch, *new = found.groups()[1:]
+    slots = _any(earlier, rf"s_lshl_b32 {pitch}, (s\d+), 10")
+    small = _any(earlier, rf"s_or_b32 {half}, .*") or _any(earlier, rf"s_lshl_b32 {half}, s\d+, 1")
+    return (
+        slots is not None
+        and small is not None
+        and new == [half, half]
+        and _loaded(mutant, mutant.line - 1, slots[1]) == _argument(mutant, 1)
     )
 
 
@@ -681,10 +896,45 @@ REASONS: tuple[Reason, ...] = (
         _ranked,
     ),
     Reason(
-        "equivalent in bytes, only slower: an empty group goes through the loop too, all of it masked, "
-        "and its zeros are stored twice",
-        r"s_cselect_b32 (s\d+), 1, 0 -> s_mov_b32 \1, 1",
+        "equivalent in bytes, only slower: an empty group goes through the loop too, all of it masked",
+        r"(?:s_cselect_b32 (s\d+), 1, 0 -> s_mov_b32 \1, 1|s_cmp_le_u32 (s\d+, s\d+) -> s_cmp_lt_u32 \2)",
         _empty_as_well,
+    ),
+    Reason(
+        "equivalent, only slower: experts are ranked where nobody asks for it, and the ranks are not taken",
+        r"s_cselect_b32 (s\d+), (s\d+), 0 -> s_mov_b32 \1, \2",
+        _ranks_unasked,
+    ),
+    Reason(
+        "equivalent: a single expert's rank is 0, counted or not",
+        r"s_cmp_lt_i32 (s\d+), 1 -> s_cmp_le_i32 \1, 1",
+        _one_rank,
+    ),
+    Reason(
+        "equivalent: whatever reads a matrix result behind it comes late enough by itself",
+        r"s_nop \d+ -> s_nop 0",
+        _waited_anyway,
+    ),
+    Reason(
+        "equivalent, only slower: one more turn looks at lanes that are no experts, and takes nothing from them",
+        r"v_cmp_gt_i32_e32 vcc, (s\d+), v\d+ -> v_cmp_ge_i32_e32 vcc, .*",
+        _seeks_once_more,
+    ),
+    Reason(
+        "equivalent: another offset past every buffer",
+        r"v_bfrev_b32_e32 (v\d+), 1 -> v_bfrev_b32_e32 \1, (\w+)",
+        _still_out_of_range,
+    ),
+    Reason(
+        "equivalent: the store is dropped by its buffer's bound where the compare would have moved it out of range",
+        r"(?:s_cmp_lt_u32 (s\d+, s\d+) -> s_cmp_le_u32 \1"
+        r"|v_cndmask_b32_e32 (v\d+), v\d+, \2, vcc -> v_mov_b32_e32 \2, \2)",
+        _bounded_anyway,
+    ),
+    Reason(
+        "equivalent: a scalar load drops the low two bits of its address",
+        r"(s_load_\w+ \S+ s\[0:1\]), (\w+) -> \1, (\w+)",
+        lambda _, found: int(found[2], 0) >> 2 == int(found[3], 0) >> 2,
     ),
     Reason(
         "equivalent: at the boundary let in, the difference that is selected is the zero it would have been",
@@ -692,27 +942,22 @@ REASONS: tuple[Reason, ...] = (
         _zero_either_way,
     ),
     Reason(
-        "equivalent: bits of the descriptor that only typed accesses read (destination select and format)",
-        r"s_mov_b32 (s\d+), (0x27\w+) -> s_mov_b32 \1, (0x\w+)",
-        _unread_bits,
-    ),
-    Reason(
         "equivalent, only slower: one more turn of the clearing loop stores past its row, which is dropped",
         r"s_cmp_(?:lt_u32 (s\d+, s\d+) -> s_cmp_le_u32 \1|ge_u32 (s\d+, s\d+) -> s_cmp_gt_u32 \2)",
         _clearing_loop,
     ),
     Reason(
-        "not equivalent: the upper half of an offset, zero in every case since no operand has 4 GiB",
-        r"s_mul_hi_u32 (s\d+), s\d+, s\d+ -> s_mul_hi_u32 \1, s\d+, s\d+",
-        lambda _mutant, _found: True,
+        "equivalent: both are zero, since a plan keeps the shuffled scales below 2 GiB",
+        r"s_mul_hi_u32 (s\d+), (s\d+), (s\d+) -> s_mul_hi_u32 \1, (s\d+), (s\d+)",
+        _small_product,
     ),
 )
 
 
-def reason(mutant: Mutant) -> str | None:
-    """The first of REASONS that holds for a survivor."""
+def reason(mutant: Mutant, among: Sequence[Reason] = REASONS) -> str | None:
+    """The first of REASONS that holds for a survivor. What is not executed has the first alone to call on."""
     change = f"{mutant.before} -> {mutant.after}"
-    for row in REASONS:
+    for row in among:
         found = re.fullmatch(row.change, change)
         if found is not None and row.holds(mutant, found):
             return row.why
@@ -741,28 +986,45 @@ class Report:
     def unexplained(self) -> tuple[Outcome, ...]:
         return tuple(o for o in self.survivors if o.reason is None)
 
+    @property
+    def equivalent(self) -> Counter[str]:
+        return Counter(o.mutant.kind for o in self.outcomes if o.equivalent)
+
     def __str__(self) -> str:
-        rows = [f"{kind:13s} {self.killed[kind]:4d} of {self.made[kind]:4d} killed" for kind in KINDS]
-        total, dead = len(self.outcomes), sum(o.killed for o in self.outcomes)
+        same, rows = self.equivalent, []
+        for kind in KINDS:
+            rows.append(f"{kind:13s} {self.killed[kind]:4d} of {self.made[kind] - same[kind]:4d} killed")
+            rows[-1] += f", {same[kind]} more equivalent" if same[kind] else ""
+        dead, all_same = self.killed.total(), same.total()
+        total = len(self.outcomes) - all_same
         rows.append(f"{'all':13s} {dead:4d} of {total:4d} killed, {100 * dead / max(total, 1):.1f} %")
+        rows.append(f"{'':13s} and {all_same} that nobody can kill, each shown to be equivalent")
         rows += [f"survivor {o.mutant}\n    {o.detail}: {o.reason or 'UNEXPLAINED'}" for o in self.survivors]
         return "\n".join(rows)
 
 
 def run(count: int = 300, seed: int = 0, progress: Callable[[Outcome], None] | None = None) -> Report:
-    """Judge `count` mutants, three quarters of them of the shipping kernel, in no order: a part is a fair sample."""
-    share = count // 4
-    chosen = [
-        *mutants(machine_code("shipping"), count=count - share, seed=seed),
-        *mutants(machine_code("prepare"), count=share, seed=seed),
-    ]
+    """Judge mutants until `count` are not equivalent, three quarters of them of the shipping kernel.
+
+    Those of a kernel are judged in no order, so that a part is a fair sample.
+    """
+    spare = count // 4 + 4
+    pools = []
+    for kernel, wanted in (("shipping", count - count // 4), ("prepare", count // 4)):
+        drawn = mutants(machine_code(kernel), count=wanted + spare, seed=seed)
+        pools.append((wanted, [drawn[i] for i in np.random.default_rng(seed).permutation(len(drawn))]))
     outcomes = []
-    for mutant in (chosen[i] for i in np.random.default_rng(seed).permutation(len(chosen))):
-        outcomes.append(judge(mutant))
-        if mutant.kernel == "shipping":
-            program.cache_clear()  # what a mutant was bound and planned as is some hundred megabytes
-        if progress is not None:
-            progress(outcomes[-1])
+    for wanted, pool in pools:
+        counted = 0
+        for mutant in pool:
+            if counted == wanted:
+                break
+            outcomes.append(judge(mutant))
+            counted += not outcomes[-1].equivalent
+            if mutant.kernel == "shipping":
+                program.cache_clear()  # what a mutant was bound and planned as is some hundred megabytes
+            if progress is not None:
+                progress(outcomes[-1])
     return Report(tuple(outcomes))
 
 

@@ -1,18 +1,36 @@
 """What a kernel costs, counted from its instructions: registers, and for each loop what one turn of its body issues.
 
 Counts are a wave's. A loop is a backward branch; the innermost loops matter, since an outer one contains their text.
-LDS bank conflicts and cache traffic need addresses and are not counted here.
+What needs addresses is counted by two observers of a run: `Banks`, the conflicts of LDS accesses, and `Traffic`, the
+cache lines that each XCD brings in and the work of each workgroup, which `finish` deals out to compute units.
+
+Assumed, not measured. LDS: 64 banks of 4 bytes; lanes are served in their order, as many at a time as can ask for 256
+bytes: all 64 for up to 4 bytes a lane, 32 for 8, 16 for 12 and 16; a bank gives one word a cycle, to any number of
+lanes. The two addresses of ds_read2 are two accesses. Caches: workgroup i runs on XCD i mod 8; a line is 128 bytes and
+comes into an XCD once, however often that XCD asks for it. Compute units: 256, a workgroup each at a time (what 128 KiB
+of LDS or 512 registers leave room for), all equally fast, and the next workgroup goes to the first that is free.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from mxgate.kernels.gfx950 import memory
 from mxgate.kernels.gfx950.machine import RunResult
 from mxgate.kernels.gfx950.mfma import FORMS
+from mxgate.kernels.gfx950.state import Array, Waves
 from mxgate.kernels.gfx950.text import Instruction, Kernel
+
+BANKS = 64
+SERVED = {12: 16, 16: 16, 8: 32}  # lanes that LDS serves together, by a lane's bytes; all 64 for fewer bytes
+XCDS = 8
+UNITS = 256
+LINE = 128
+NOWHERE = np.int64(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True)
@@ -133,3 +151,125 @@ def ledger(kernel: Kernel, result: RunResult | None = None) -> Ledger:
         text=count(kernel.instructions),
         loops=tuple(loops),
     )
+
+
+# ---------------------------------------------------------------- LDS banks
+
+
+def bank_cycles(address: Array, active: Array, size: int) -> Array:
+    """int[W, groups]: cycles that LDS takes for each group of lanes of an access; 0 for a group without active lanes.
+
+    address: bytes, int[W, 64]; active: bool[W, 64]; size: a lane's bytes.
+    """
+    lanes = SERVED.get(size, 64)
+    words = (address[..., None] >> 2) + np.arange(max(size // 4, 1))
+    words = np.where(active[..., None], words, -1).reshape(-1, lanes * words.shape[-1])
+    words.sort(axis=1)
+    asked = words >= 0
+    asked[:, 1:] &= words[:, 1:] != words[:, :-1]
+    rows = np.arange(len(words))[:, None] * BANKS
+    load = np.bincount((rows + words % BANKS)[asked], minlength=len(words) * BANKS)
+    return load.reshape(len(address), -1, BANKS).max(-1)
+
+
+@dataclass(frozen=True)
+class Conflicts:
+    """LDS accesses of one instruction over a run. ways: lanes that at worst wait for one bank; 1 is free of conflicts.
+
+    extra: cycles beyond one a group of lanes, of all waves together.
+    """
+
+    instruction: Instruction
+    waves: int
+    ways: int
+    extra: int
+
+
+class Banks:
+    """An observer of a run: LDS bank conflicts by instruction."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Conflicts] = {}
+
+    def __call__(self, space: str, inst: Instruction, st: Waves, address: Array, active: Array, size: int) -> None:
+        if space != "lds":
+            return
+        cycles = bank_cycles(address, active, size)
+        old = self._found.get(inst.index, Conflicts(inst, 0, 0, 0))
+        extra = int(np.maximum(cycles - 1, 0).sum())
+        self._found[inst.index] = Conflicts(inst, old.waves + st.n, max(old.ways, int(cycles.max())), old.extra + extra)
+
+    def of(self, lines: tuple[int, int]) -> tuple[Conflicts, ...]:
+        """Of the LDS instructions at lines first .. last of the text, in its order."""
+        found = (self._found[i] for i in sorted(self._found))
+        return tuple(c for c in found if lines[0] <= c.instruction.line <= lines[1])
+
+
+# ---------------------------------------------------------------- lines and work
+
+
+class Traffic:
+    """An observer of a run: which XCD brings in which lines, and what each of `workgroups` reads and where it stores.
+
+    loads, lds_reads: instructions issued by all waves of a workgroup, int64[workgroups]. home: the lowest address it
+    stores to, NOWHERE for none.
+    """
+
+    def __init__(self, workgroups: int) -> None:
+        self.loads, self.lds_reads = (np.zeros(workgroups, np.int64) for _ in range(2))
+        self.home = np.full(workgroups, NOWHERE)
+        self.requested = 0  # lines that wave instructions ask for, each instruction's counted once
+        self._touched = np.zeros((XCDS, 0), bool)
+
+    def __call__(self, space: str, inst: Instruction, st: Waves, address: Array, active: Array, size: int) -> None:
+        if space == "lds":
+            if inst.base.startswith("ds_read"):
+                np.add.at(self.lds_reads, st.gid, 1)
+        elif space == "load":
+            np.add.at(self.loads, st.gid, 1)
+            self._bring(st, address, active, size)
+        else:
+            np.minimum.at(self.home, st.gid, np.where(active, address, NOWHERE).min(1))
+
+    def _bring(self, st: Waves, address: Array, active: Array, size: int) -> None:
+        if not self._touched.shape[1]:
+            self._touched = np.zeros((XCDS, st.machine.memory.bytes.size // LINE + 1), bool)
+        first, last = (address - memory.BASE) // LINE, (address - memory.BASE + size - 1) // LINE
+        if not np.array_equal(first, last):
+            first, active = np.concatenate([first, last], 1), np.concatenate([active, active], 1)
+        lines = np.sort(np.where(active, first, -1), axis=1)
+        new = (lines >= 0) & (lines < self._touched.shape[1])
+        new[:, 1:] &= lines[:, 1:] != lines[:, :-1]
+        wave, at = np.nonzero(new)
+        self._touched[st.gid[wave] % XCDS, lines[wave, at]] = True
+        self.requested += len(wave)
+
+    @property
+    def by_xcd(self) -> tuple[int, ...]:
+        """Bytes that each XCD brings in."""
+        return tuple(int(n) * LINE for n in self._touched.sum(1))
+
+    @property
+    def distinct(self) -> int:
+        """Bytes of all lines that anybody reads."""
+        return int(self._touched.any(0).sum()) * LINE
+
+
+def without_matrix(kernel: Kernel) -> Kernel:
+    """The kernel with its matrix instructions made into s_nop: what it costs to find addresses and turns alone.
+
+    For kernels whose addresses and branches depend on no matrix result; it is several times as quick.
+    """
+    return replace(kernel, instructions=tuple(_idle(i) if i.base in FORMS else i for i in kernel.instructions))
+
+
+def _idle(inst: Instruction) -> Instruction:
+    return replace(inst, text="s_nop 0", mnemonic="s_nop", base="s_nop", operands=(), modifiers={})
+
+
+def finish(costs: Sequence[int], units: int = UNITS) -> int:
+    """When the last of some workgroups is done that are handed out in this order, each to the first unit free."""
+    free = [0] * units
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + int(cost))
+    return max(free)

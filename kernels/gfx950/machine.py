@@ -27,6 +27,9 @@ LIMIT = 50_000_000
 MEMORY = 1 << 29  # bytes of registers, LDS and shadows that a batch may take
 BATCH = 128  # workgroups that run together: enough to share the cost of a step, few enough to fit in memory
 UNWRITTEN = 0xFF  # LDS before anything wrote it: NaN in every format
+# Told of each access as it is issued: "load" or "store" with device addresses, "lds" with addresses in the workgroup's
+# LDS; the instruction, the waves, addresses [W, 64], the lanes that make the access [W, 64], and a lane's bytes.
+Observer = Callable[[str, Instruction, Waves, Array, Array, int], None]
 
 
 @contextmanager
@@ -100,6 +103,7 @@ class Machine:
         self.lds_granule, store_granule = _granules(kernel) if hazards else (16, 16)
         self.stores = StoreShadow(mem.bytes.size, store_granule) if hazards else None
         self.hazards = hazards
+        self.observe: Observer | None = None
         self.shadow: LdsShadow | None = None
         self.lds = np.empty(0, np.uint8)
         self.since = np.zeros(0, np.int32)
@@ -144,6 +148,8 @@ class Machine:
             bad = ~good & st.mask
             self.report("lds-out-of-bounds", inst, st, bad, address, f"the workgroup has {self.lds_bytes} bytes")
             active = good & st.mask
+        if self.observe is not None:
+            self.observe("lds", inst, st, address, st.mask if active is None else active, size)
         if active is not None:
             address = np.where(active, address, 0)
         address = address + (st.wg * self.lds_bytes)[:, None]
@@ -341,13 +347,14 @@ def run(
     limit: int = LIMIT,
     dynamic_lds: int = 0,
     batch: int = BATCH,
+    observe: Observer | None = None,
 ) -> RunResult:
     """Run a kernel on a grid of workgroups; arrays among `args` are device buffers and hold what the kernel stored.
 
     args: one value an explicit argument, or a mapping from kernarg offset to value. An array (C-contiguous) is an
     allocation of its own and passes its address; the same array twice is one allocation; Packed puts addresses inside
     an argument. grid: workgroups; block: work items (default: what the kernel requires). limit: instructions a wave
-    may execute. Raises RunError and TextError.
+    may execute. observe: is told of every access. Raises RunError and TextError.
     """
     if model not in MODELS:
         raise RunError(f"unknown arithmetic model {model!r}, expected one of {', '.join(MODELS)}")
@@ -397,6 +404,7 @@ def run(
     packet[12:24] = np.array([g * b for g, b in zip(groups, items, strict=True)], np.uint32).view(np.uint8)
     mem.bytes[mem.starts[n + 1] : mem.ends[n + 1]] = packet
     machine = Machine(kernel, mem, mem.starts[n + 2], waves_each, kernel.lds_bytes + dynamic_lds, hazards, seed)
+    machine.observe = observe
     code = program(kernel, hazards, model)
     for p in code.plans.values():
         p.executions = 0

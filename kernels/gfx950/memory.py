@@ -224,6 +224,8 @@ def _fetch(inst: Instruction, st: Waves, where: Place, size: int) -> Array:
     else:
         whole = where.offset + size <= where.limit
         ok = whole if st.full else whole & st.mask
+    if st.machine.observe is not None:
+        st.machine.observe("load", inst, st, a + BASE, ok, size)
     bad = memory.outside(a, ok, size)
     if bad is not None:
         st.machine.report("load-out-of-bounds", inst, st, bad, a + BASE, "outside every allocation")
@@ -268,6 +270,8 @@ def _put(inst: Instruction, st: Waves, where: Place, size: int, words: list[Arra
 
 def _store_part(inst: Instruction, st: Waves, a: Array, ok: Array, size: int, words: list[Array]) -> None:
     m = st.machine
+    if m.observe is not None:
+        m.observe("store", inst, st, a + BASE, ok, size)
     bad = m.memory.outside(a, ok, size)
     if bad is not None:
         m.report("store-out-of-bounds", inst, st, bad, a + BASE, "outside every allocation")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mxgate.kernels.gfx950 import integers as n
 from mxgate.kernels.gfx950.state import (
     Array,
     Get,
@@ -37,15 +38,6 @@ def _nz(fn: Fn) -> Fn:
     return both
 
 
-def _wide(x: Array) -> Array:
-    return np.asarray(x).astype(np.uint64)
-
-
-def add_u32(x: Array, y: Array) -> tuple[Array, Array]:
-    r = x + y
-    return r, r < x
-
-
 def _overflow_add(x: Array, y: Array) -> tuple[Array, Array]:
     r = x + y
     return r, ((~(x ^ y) & (x ^ r)) >> _u32(31)) != 0
@@ -56,70 +48,17 @@ def _overflow_sub(x: Array, y: Array) -> tuple[Array, Array]:
     return r, (((x ^ y) & (x ^ r)) >> _u32(31)) != 0
 
 
-def _addc(x: Array, y: Array, c: Array) -> tuple[Array, Array]:
-    r = _wide(x) + _wide(y) + _wide(c)
-    return r.astype(np.uint32), r >> _u64(32) != 0
-
-
-def _subb(x: Array, y: Array, c: Array) -> tuple[Array, Array]:
-    r = _wide(x) - _wide(y) - _wide(c)
-    return r.astype(np.uint32), r >> _u64(63) != 0
-
-
-def _shift_add(n: int) -> Fn:
+def _shift_add(by: int) -> Fn:
     def fn(x: Array, y: Array) -> tuple[Array, Array]:
-        r = (_wide(x) << _u64(n)) + _wide(y)
+        r = (n.wide(x) << _u64(by)) + n.wide(y)
         return r.astype(np.uint32), r >> _u64(32) != 0
 
     return fn
 
 
-def _bfe(x: Array, y: Array) -> Array:
-    width = (y >> _u32(16)) & _u32(127)
-    mask = np.where(width >= 32, _u32(0xFFFFFFFF), (_u32(1) << np.minimum(width, _u32(31))) - _u32(1))
-    return (x >> (y & _u32(31))) & mask
-
-
-def _bfe_signed(x: Array, y: Array) -> Array:
-    offset = (y & 31).view(np.uint32).astype(np.int64)
-    width = np.minimum((y.view(np.uint32) >> _u32(16)) & _u32(127), _u32(32)).astype(np.int64)
-    field = (x.astype(np.int64) >> offset) & ((np.int64(1) << width) - 1)
-    sign = np.where(width > 0, np.int64(1) << np.maximum(width - 1, 0), 0)
-    return ((field ^ sign) - sign).astype(np.int32)
-
-
-def _bfe64(x: Array, y: Array) -> Array:
-    width = ((y >> _u64(16)) & _u64(127)).astype(np.uint64)
-    mask = np.where(width >= 64, ~_u64(0), (_u64(1) << np.minimum(width, _u64(63))) - _u64(1))
-    return (x >> (y & _u64(63))) & mask
-
-
-def reverse_bits(x: Array) -> Array:
-    b = np.asarray(x)
-    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF)):
-        b = ((b >> _u32(shift)) & _u32(mask)) | ((b & _u32(mask)) << _u32(shift))
-    return (b >> _u32(16)) | (b << _u32(16))
-
-
-def ones(x: Array) -> Array:
-    """Number of one bits of a uint32 or uint64, as uint32 (np.bitwise_count needs NumPy 2)."""
-    b = np.ascontiguousarray(x)
-    octets = b.view(np.uint8).reshape(*b.shape, b.dtype.itemsize)
-    return _COUNTS[octets].sum(-1, dtype=np.uint32)
-
-
-_COUNTS = np.array([bin(i).count("1") for i in range(256)], np.uint8)
-
-
-def first_low(x: Array) -> Array:
-    """Index of the lowest one bit, 0xFFFFFFFF where there is none."""
-    one = np.asarray(1, x.dtype)
-    return np.where(x == 0, _u32(0xFFFFFFFF), ones((x & (~x + one)) - one))
-
-
-def first_high(x: Array) -> Array:
-    """Leading zeros of a uint32, 0xFFFFFFFF where it is zero."""
-    return np.where(x == 0, _u32(0xFFFFFFFF), first_low(reverse_bits(x)))
+def _width(y: Array) -> Array:
+    """The width that s_bfe takes from its second operand."""
+    return (y >> _u32(16)) & _u32(127)
 
 
 def _save(fn: Fn) -> Fn:
@@ -154,29 +93,29 @@ ROWS: dict[str, Row] = {
     "s_mulk_i32": Row("u", "uk", lambda x, k: x * k.view(np.uint32)),
     "s_not_b32": Row("uc", "u", _nz(np.invert)),
     "s_not_b64": Row("Uc", "U", _nz(np.invert)),
-    "s_brev_b32": Row("u", "u", reverse_bits),
+    "s_brev_b32": Row("u", "u", n.reverse),
     "s_abs_i32": Row("ic", "i", _nz(np.abs)),
     "s_sext_i32_i8": Row("i", "u", lambda x: x.astype(np.uint8).view(np.int8).astype(np.int32)),
     "s_sext_i32_i16": Row("i", "u", lambda x: x.astype(np.uint16).view(np.int16).astype(np.int32)),
-    "s_bcnt1_i32_b32": Row("uc", "u", _nz(ones)),
-    "s_bcnt1_i32_b64": Row("uc", "U", _nz(ones)),
-    "s_bcnt0_i32_b32": Row("uc", "u", _nz(lambda x: ones(~x))),
-    "s_bcnt0_i32_b64": Row("uc", "U", _nz(lambda x: ones(~x))),
-    "s_ff1_i32_b32": Row("u", "u", first_low),
-    "s_ff1_i32_b64": Row("u", "U", first_low),
-    "s_flbit_i32_b32": Row("u", "u", first_high),
+    "s_bcnt1_i32_b32": Row("uc", "u", _nz(n.ones)),
+    "s_bcnt1_i32_b64": Row("uc", "U", _nz(n.ones)),
+    "s_bcnt0_i32_b32": Row("uc", "u", _nz(lambda x: n.ones(~x))),
+    "s_bcnt0_i32_b64": Row("uc", "U", _nz(lambda x: n.ones(~x))),
+    "s_ff1_i32_b32": Row("u", "u", n.first_low),
+    "s_ff1_i32_b64": Row("u", "U", n.first_low),
+    "s_flbit_i32_b32": Row("u", "u", n.first_high),
     "s_bitset0_b32": Row("u", "uu", lambda x, old: old & ~(_u32(1) << (x & _u32(31)))),
     "s_bitset1_b32": Row("u", "uu", lambda x, old: old | (_u32(1) << (x & _u32(31)))),
-    "s_add_u32": Row("uc", "uu", add_u32),
-    "s_sub_u32": Row("uc", "uu", lambda x, y: (x - y, x < y)),
+    "s_add_u32": Row("uc", "uu", n.add),
+    "s_sub_u32": Row("uc", "uu", n.subtract),
     "s_add_i32": Row("uc", "uu", _overflow_add),
     "s_sub_i32": Row("uc", "uu", _overflow_sub),
-    "s_addc_u32": Row("uc", "uuc", _addc),
-    "s_subb_u32": Row("uc", "uuc", _subb),
+    "s_addc_u32": Row("uc", "uuc", n.add_carry),
+    "s_subb_u32": Row("uc", "uuc", n.subtract_borrow),
     "s_absdiff_i32": Row("uc", "ii", _nz(lambda x, y: np.abs(x.astype(np.int64) - y).astype(np.uint32))),
     "s_mul_i32": Row("u", "uu", np.multiply),
-    "s_mul_hi_u32": Row("u", "uu", lambda x, y: ((_wide(x) * _wide(y)) >> _u64(32)).astype(np.uint32)),
-    "s_mul_hi_i32": Row("i", "ii", lambda x, y: ((x.astype(np.int64) * y) >> 32).astype(np.int32)),
+    "s_mul_hi_u32": Row("u", "uu", n.multiply_high),
+    "s_mul_hi_i32": Row("i", "ii", n.multiply_high_signed),
     "s_min_i32": Row("ic", "ii", lambda x, y: (np.minimum(x, y), x < y)),
     "s_max_i32": Row("ic", "ii", lambda x, y: (np.maximum(x, y), x >= y)),
     "s_min_u32": Row("uc", "uu", lambda x, y: (np.minimum(x, y), x < y)),
@@ -184,14 +123,14 @@ ROWS: dict[str, Row] = {
     "s_lshl_b32": Row("uc", "uu", _nz(lambda x, y: x << (y & _u32(31)))),
     "s_lshr_b32": Row("uc", "uu", _nz(lambda x, y: x >> (y & _u32(31)))),
     "s_ashr_i32": Row("ic", "ii", _nz(lambda x, y: x >> (y & 31))),
-    "s_lshl_b64": Row("Uc", "Uu", _nz(lambda x, y: x << _wide(y & _u32(63)))),
-    "s_lshr_b64": Row("Uc", "Uu", _nz(lambda x, y: x >> _wide(y & _u32(63)))),
-    "s_ashr_i64": Row("Ic", "Iu", _nz(lambda x, y: x >> (y & _u32(63)).astype(np.int64))),
-    "s_bfe_u32": Row("uc", "uu", _nz(_bfe)),
-    "s_bfe_i32": Row("ic", "ii", _nz(_bfe_signed)),
-    "s_bfe_u64": Row("Uc", "Uu", _nz(lambda x, y: _bfe64(x, _wide(y)))),
-    "s_bfm_b32": Row("u", "uu", lambda x, y: ((_u32(1) << (x & _u32(31))) - _u32(1)) << (y & _u32(31))),
-    "s_bfm_b64": Row("U", "uu", lambda x, y: ((_u64(1) << _wide(x & _u32(63))) - _u64(1)) << _wide(y & _u32(63))),
+    "s_lshl_b64": Row("Uc", "Uu", _nz(n.shift_left_64)),
+    "s_lshr_b64": Row("Uc", "Uu", _nz(n.shift_right_64)),
+    "s_ashr_i64": Row("Ic", "Iu", _nz(n.shift_right_signed_64)),
+    "s_bfe_u32": Row("uc", "uu", _nz(lambda x, y: n.field(x, y & _u32(31), _width(y)))),
+    "s_bfe_i32": Row("ic", "iu", _nz(lambda x, y: n.field_signed(x, y & _u32(31), np.minimum(_width(y), _u32(32))))),
+    "s_bfe_u64": Row("Uc", "Uu", _nz(lambda x, y: n.field(x, n.wide(y & _u32(63)), n.wide(_width(y))))),
+    "s_bfm_b32": Row("u", "uu", n.mask),
+    "s_bfm_b64": Row("U", "uu", lambda x, y: n.shift_left_64(n.shift_left_64(_u64(1), x) - _u64(1), y)),
     "s_cselect_b32": Row("u", "uuc", lambda x, y, c: np.where(c, x, y)),
     "s_cselect_b64": Row("U", "UUc", lambda x, y, c: np.where(c, x, y)),
     "s_pack_ll_b32_b16": Row("u", "uu", lambda x, y: (x & _u32(0xFFFF)) | (y << _u32(16))),

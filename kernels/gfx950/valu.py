@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from mxgate.kernels.gfx950 import floats
-from mxgate.kernels.gfx950.salu import first_high, first_low, ones, reverse_bits
+from mxgate.kernels.gfx950 import floats, integers
+from mxgate.kernels.gfx950.integers import first_high, first_low, ones
+from mxgate.kernels.gfx950.integers import wide as w
+from mxgate.kernels.gfx950.integers import wide_signed as wi
 from mxgate.kernels.gfx950.state import (
     LANES,
     Array,
@@ -40,14 +42,6 @@ _VCC = Operand("s", VCC, 2, text="vcc")
 CLAMP, OMOD = frozenset(("clamp",)), frozenset(("clamp", "mul", "div"))
 
 
-def w(x: Array) -> Array:
-    return np.asarray(x).astype(np.uint64)
-
-
-def wi(x: Array) -> Array:
-    return np.asarray(x).astype(np.int64)
-
-
 def _lo24(x: Array) -> Array:
     return x & u32(0xFFFFFF)
 
@@ -70,17 +64,6 @@ def _halves(fn: Fn, kind: Any) -> Fn:
 
 
 # ------------------------------------------------------------------------------------- integers
-def _bfe(x: Array, offset: Array, width: Array) -> Array:
-    return (x >> (offset & u32(31))) & ((u32(1) << (width & u32(31))) - u32(1))
-
-
-def _bfe_signed(x: Array, offset: Array, width: Array) -> Array:
-    n = (width & 31).astype(np.int64)
-    field = (wi(x.view(np.int32)).astype(np.int64) >> wi(offset & 31)) & ((np.int64(1) << n) - 1)
-    sign = np.where(n > 0, np.int64(1) << np.maximum(n - 1, 0), 0)
-    return ((field ^ sign) - sign).astype(np.int32)
-
-
 def _perm(x: Array, y: Array, selector: Array) -> Array:
     """Bytes 0-3 come from y, 4-7 from x; 8-11 are sign bytes, 12 is 0x00, above it 0xFF."""
     pool = w(y) | (w(x) << u64(32))
@@ -99,25 +82,6 @@ def _perm(x: Array, y: Array, selector: Array) -> Array:
 
 def _median(fn_min: Fn, fn_max: Fn) -> Fn:
     return lambda x, y, z: fn_max(fn_min(x, y), fn_min(fn_max(x, y), z))
-
-
-def _carry(x: Array, y: Array) -> tuple[Array, Array]:
-    r = x + y
-    return r, r < x
-
-
-def _carry_in(x: Array, y: Array, c: Array) -> tuple[Array, Array]:
-    r = w(x) + w(y) + w(c)
-    return r.astype(u32), r >> u64(32) != 0
-
-
-def _borrow(x: Array, y: Array) -> tuple[Array, Array]:
-    return x - y, x < y
-
-
-def _borrow_in(x: Array, y: Array, c: Array) -> tuple[Array, Array]:
-    r = w(x) - w(y) - w(c)
-    return r.astype(u32), r >> u64(63) != 0
 
 
 def _clamped(fn: Fn, low: int, high: int, kind: Any) -> Fn:
@@ -316,10 +280,10 @@ ROWS: dict[str, Row] = {
     "v_or3_b32": Row("u", "uuu", lambda x, y, z: x | y | z),
     "v_and_or_b32": Row("u", "uuu", lambda x, y, z: (x & y) | z),
     "v_bfi_b32": Row("u", "uuu", lambda x, y, z: (x & y) | (~x & z)),
-    "v_bfrev_b32": Row("u", "u", reverse_bits),
-    "v_bfm_b32": Row("u", "uu", lambda x, y: ((u32(1) << (x & u32(31))) - u32(1)) << (y & u32(31))),
-    "v_bfe_u32": Row("u", "uuu", _bfe),
-    "v_bfe_i32": Row("i", "iii", _bfe_signed),
+    "v_bfrev_b32": Row("u", "u", integers.reverse),
+    "v_bfm_b32": Row("u", "uu", integers.mask),
+    "v_bfe_u32": Row("u", "uuu", lambda x, y, z: integers.field(x, y & u32(31), z & u32(31))),
+    "v_bfe_i32": Row("i", "iuu", lambda x, y, z: integers.field_signed(x, y & u32(31), z & u32(31))),
     "v_bcnt_u32_b32": Row("u", "uu", lambda x, y: ones(np.atleast_1d(x)).reshape(np.shape(x)) + y),
     "v_ffbl_b32": Row("u", "u", first_low),
     "v_ffbh_u32": Row("u", "u", first_high),
@@ -334,9 +298,9 @@ ROWS: dict[str, Row] = {
     "v_lshlrev_b32": Row("u", "uu", lambda x, y: y << (x & u32(31))),
     "v_lshrrev_b32": Row("u", "uu", lambda x, y: y >> (x & u32(31))),
     "v_ashrrev_i32": Row("i", "ii", lambda x, y: y >> (x & 31)),
-    "v_lshlrev_b64": Row("U", "uU", lambda x, y: y << w(x & u32(63))),
-    "v_lshrrev_b64": Row("U", "uU", lambda x, y: y >> w(x & u32(63))),
-    "v_ashrrev_i64": Row("I", "uI", lambda x, y: y >> wi(x & u32(63))),
+    "v_lshlrev_b64": Row("U", "uU", lambda x, y: integers.shift_left_64(y, x)),
+    "v_lshrrev_b64": Row("U", "uU", lambda x, y: integers.shift_right_64(y, x)),
+    "v_ashrrev_i64": Row("I", "uI", lambda x, y: integers.shift_right_signed_64(y, x)),
     "v_lshl_or_b32": Row("u", "uuu", lambda x, y, z: (x << (y & u32(31))) | z),
     "v_lshl_add_u32": Row("u", "uuu", lambda x, y, z: (x << (y & u32(31))) + z),
     "v_add_lshl_u32": Row("u", "uuu", lambda x, y, z: (x + y) << (z & u32(31))),
@@ -352,17 +316,17 @@ ROWS: dict[str, Row] = {
     "v_add3_u32": Row(
         "u", "uuu", lambda x, y, z: x + y + z, CLAMP, _clamped(lambda x, y, z: x + y + z, 0, 0xFFFFFFFF, u32)
     ),
-    "v_add_co_u32": Row("um", "uu", _carry),
-    "v_addc_co_u32": Row("um", "uum", _carry_in),
-    "v_sub_co_u32": Row("um", "uu", _borrow),
-    "v_subrev_co_u32": Row("um", "uu", lambda x, y: _borrow(y, x)),
-    "v_subb_co_u32": Row("um", "uum", _borrow_in),
-    "v_subbrev_co_u32": Row("um", "uum", lambda x, y, c: _borrow_in(y, x, c)),
+    "v_add_co_u32": Row("um", "uu", integers.add),
+    "v_addc_co_u32": Row("um", "uum", integers.add_carry),
+    "v_sub_co_u32": Row("um", "uu", integers.subtract),
+    "v_subrev_co_u32": Row("um", "uu", lambda x, y: integers.subtract(y, x)),
+    "v_subb_co_u32": Row("um", "uum", integers.subtract_borrow),
+    "v_subbrev_co_u32": Row("um", "uum", lambda x, y, c: integers.subtract_borrow(y, x, c)),
     "v_mul_lo_u32": Row("u", "uu", np.multiply),
-    "v_mul_hi_u32": Row("u", "uu", lambda x, y: ((w(x) * w(y)) >> u64(32)).astype(u32)),
-    "v_mul_hi_i32": Row("i", "ii", lambda x, y: ((wi(x) * wi(y)) >> 32).astype(np.int32)),
+    "v_mul_hi_u32": Row("u", "uu", integers.multiply_high),
+    "v_mul_hi_i32": Row("i", "ii", integers.multiply_high_signed),
     "v_mul_u32_u24": Row("u", "uu", lambda x, y: _lo24(x) * _lo24(y)),
-    "v_mul_hi_u32_u24": Row("u", "uu", lambda x, y: ((w(_lo24(x)) * w(_lo24(y))) >> u64(32)).astype(u32)),
+    "v_mul_hi_u32_u24": Row("u", "uu", lambda x, y: integers.multiply_high(_lo24(x), _lo24(y))),
     "v_mul_i32_i24": Row("i", "ii", lambda x, y: _s24(x) * _s24(y)),
     "v_mad_u32_u24": Row("u", "uuu", lambda x, y, z: _lo24(x) * _lo24(y) + z),
     "v_mad_i32_i24": Row("i", "iii", lambda x, y, z: _s24(x) * _s24(y) + z),

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -69,10 +69,10 @@ DEVICES: Mapping[str, Callable[[Build], bool]] = {
 
 
 def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError."""
+    """The builds that --build, --op and --device (of DEVICES) mean; all without. Raises UsageError."""
     known = registry()
     if not names:
-        device = device or "cpu"
+        device = device or "all"
         found = [b for b in known.values() if op in (None, b.op) and DEVICES[device](b)]
         if not found:
             raise UsageError(f"no build of {op} runs with --device {device}")
@@ -127,13 +127,14 @@ def _outside(target: str, op: str | None) -> Build:
         raise UsageError(f"{target!r} names no build: {error}") from None
 
 
-def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int) -> list[Any]:
-    """The tier's cases of the ops, or those whose id matches one of the patterns. Raises UsageError."""
-    from mxgate.conformance.case import cases, salted
+def choose_cases(patterns: Sequence[str], builds: Sequence[Build], tier: str, salt: int) -> list[Any]:
+    """The tier's cases of the builds, or those whose id matches one of the patterns. Raises UsageError."""
+    from mxgate.conformance.case import cases, full_grid, salted
 
     tiers = ("smoke", "production") if tier == "production" else (tier,)
-    all_ops = list(dict.fromkeys(ops))
-    listed = list({c.id: c for t in tiers for op in all_ops for c in cases(op, t)}.values())
+    all_ops = list(dict.fromkeys(b.op for b in builds))
+    own = full_grid((b.id for b in builds), tier)
+    listed = list({c.id: c for c in (*(c for t in tiers for op in all_ops for c in cases(op, t)), *own)}.values())
     if patterns:
         chosen: dict[str, Any] = {}
         for pattern in patterns:
@@ -233,14 +234,17 @@ def _settings(args: argparse.Namespace) -> Any:
 
 def cmd_run(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
+    from mxgate.conformance.case import asked
     from mxgate.conformance.run import run
 
     settings = _settings(args)
-    builds = choose_builds(args.build, args.op, args.device)
-    cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed)
-    if lost := [b.id for b in builds if not any(c.op == b.op for c in cases)]:
+    # The production cases are hours of an emulator's time, so there it must be asked for.
+    device = args.device or ("cpu" if args.tier == "production" and not args.build else None)
+    builds = choose_builds(args.build, args.op, device)
+    cases = choose_cases(args.case, builds, args.tier, args.seed)
+    if lost := [b.id for b in builds if not any(c.op == b.op and asked(c, b.id, args.tier) for c in cases)]:
         if args.build:
-            raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
+            raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
     for build in builds:
         if build.id not in registry() and not build.name.startswith("fault_"):
@@ -369,7 +373,7 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     from mxgate import oracle
-    from mxgate.conformance.case import cases
+    from mxgate.conformance.case import cases, full_grid
     from mxgate.conformance.verdict import GATES, MANDATORY
 
     if what == "builds":
@@ -382,7 +386,7 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     if what == "cases":
         return [
             {"case": c.id, "n": c.n, "k": c.k, "tokens": c.tokens, "buffer": c.buffer, "experts": c.experts}
-            for c in cases(op, tier)
+            for c in (*cases(op, tier), *full_grid([b.id for b in registry().values() if op in (None, b.op)], tier))
         ]
     if what == "gates":
         mandatory = {gate: [name for name in MANDATORY if gate in MANDATORY[name]] for gate in GATES}
@@ -838,7 +842,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, emulated ones, or all (default: cpu, or what --build names)",
+        help="builds for the CPU, emulated ones, or all (default: all, of the production tier cpu)",
     )
     sub.add_argument(
         "--case",

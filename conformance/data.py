@@ -54,7 +54,7 @@ BUDGET, LARGE_BUDGET = 1 << 13, 1 << 8
 # Families on which every legitimate kernel gives the same bits.
 EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal")
 # Multiply-adds above which there is no Answer and the Freivalds check judges.
-LARGE = 1 << 36
+LARGE = 1 << 34
 
 
 # ---------------------------------------------------------------------------------------------------------------------

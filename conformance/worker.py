@@ -116,9 +116,9 @@ def _environment() -> dict[str, str]:
 class Child:
     """One child process with one build loaded.
 
-    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`, `seed`) that its callable takes. Raises
-    ChildError when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child
-    closes itself.
+    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`, `seed`, `model`) that its callable takes.
+    Raises ChildError when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead
+    child closes itself.
     """
 
     def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
@@ -155,6 +155,8 @@ class Child:
 
     def launch(self, case: Case, spec: LaunchSpec, operands: Operands) -> Launch:
         """Call the build once. Never raises for anything that the build does; Stopped when the run is stopped."""
+        if spec.model is not None and "model" not in self.keywords:
+            return Launch(spec, f"takes no keyword model, as {spec.model} needs", (), "", unavailable=True)
         try:
             self._upload(case, spec.variant, operands)
             shape, dtype = _result(case, operands)
@@ -167,6 +169,7 @@ class Child:
                 "shape": shape,
                 "dtype": dtype,
                 "seed": _seed(case, spec) if "seed" in self.keywords and self.build.device != "cpu" else None,
+                "model": spec.model,
                 "most": _most(shape),
             }
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
@@ -587,8 +590,7 @@ class _Server:
         out = _Out(header) if header["out"] != "none" else None
         if out is not None:
             keywords["out"] = out.view if self.torch is None else self.torch.strided(out)
-        if header["seed"] is not None:
-            keywords["seed"] = header["seed"]
+        keywords.update((name, header[name]) for name in ("seed", "model") if header[name] is not None)
         _fill_allocations(header["fill"])
         returned = self.function(*positional, **keywords)
         parts = [np.ascontiguousarray(out.view)] if out is not None else self.unwrap(returned)
@@ -666,7 +668,7 @@ class _Out:
 
 
 def _keywords(function: Callable[..., Any]) -> list[str]:
-    known = ("out", "out_dtype", "bias", "format", "seed")
+    known = ("out", "out_dtype", "bias", "format", "seed", "model")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

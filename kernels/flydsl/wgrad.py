@@ -194,9 +194,10 @@ def simplest(
     *,
     out: Array | None = None,
     seed: int = 0,
+    model: str = "exact-rne",
 ) -> Array:
-    """A wave for 64 x 64 outputs, loading straight into registers. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("simplest", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
+    """A wave for 64 x 64 outputs, loading straight into registers. Operands as in _wgrad; seed, model: emulator's."""
+    return _wgrad("simplest", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model=model)
 
 
 def plain(
@@ -208,9 +209,10 @@ def plain(
     *,
     out: Array | None = None,
     seed: int = 0,
+    model: str = "exact-rne",
 ) -> Array:
-    """The pipelined body on scales as they come. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("plain", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
+    """The pipelined body on scales as they come. Operands as in _wgrad; seed, model: the emulator's."""
+    return _wgrad("plain", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model=model)
 
 
 def shipping(
@@ -222,23 +224,10 @@ def shipping(
     *,
     out: Array | None = None,
     seed: int = 0,
+    model: str = "exact-rne",
 ) -> Array:
-    """The pipelined body on shuffled scales. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
-
-
-def shipping_cdna3(
-    dy_t: Array,
-    dy_scales: Array,
-    x_t: Array,
-    x_scales: Array,
-    offsets: Array,
-    *,
-    out: Array | None = None,
-    seed: int = 0,
-) -> Array:
-    """The shipping rung on a matrix core that adds as CDNA3's does. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model="cdna3-like")
+    """The pipelined body on shuffled scales. Operands as in _wgrad; seed, model: the emulator's."""
+    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model=model)
 
 
 _NOT_RUN = ("bench", "budget", "ledger", "mutants", "sample")  # modules that no build's answer depends on
@@ -264,5 +253,4 @@ BUILDS = (
     Build("flydsl_simplest", target=f"{__name__}:simplest", **_SHARED),
     Build("flydsl_plain", target=f"{__name__}:plain", replaces="wgrad/flydsl_simplest", **_SHARED),
     Build("flydsl", target=f"{__name__}:shipping", replaces="wgrad/flydsl_plain", **_SHARED),
-    Build("flydsl_cdna3", target=f"{__name__}:shipping_cdna3", **_SHARED),
 )

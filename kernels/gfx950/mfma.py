@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -218,8 +219,17 @@ def _sixes(octets: Array) -> Array:
     return np.stack([x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2], -1)
 
 
-def decode(words: Array, element: Element, form: Form) -> Array:
-    """Operands as float64 [waves, operands, rows, k] in true k order; words as a Shelf holds them."""
+@lru_cache(maxsize=32)
+def _room(shape: tuple[int, ...], side: int) -> tuple[Array, Array]:
+    """Memory for the indices and the elements of an operand: used again, it stays in the cache."""
+    return np.empty(shape, np.intp), np.empty(shape)
+
+
+def decode(words: Array, element: Element, form: Form, side: int) -> Array:
+    """Operands as float64 [waves, operands, rows, k] in true k order; words as a Shelf holds them.
+
+    side: 0 for A, 1 for B. The next call for that side may use the memory again.
+    """
     waves, n, runs, _, q = words.shape
     rows, groups = form.rows, 64 // form.rows
     run: Any = {2: np.complex64, 4: np.complex128}.get(q, f"V{4 * q}")  # a type as wide as a run of words
@@ -227,7 +237,9 @@ def decode(words: Array, element: Element, form: Form) -> Array:
     octets = np.ascontiguousarray(lanes.transpose(0, 1, 4, 2, 3)).view(np.uint8)
     if element.bits == 8:
         table = floats.FP8 if element.name == "fp8" else floats.BF8
-        y = table.take(octets)
+        index, y = _room(octets.shape, side)
+        np.copyto(index, octets)
+        table.take(index, out=y, mode="clip")
     elif element.bits == 4:
         y = floats.PAIRS4.take(octets).view(np.float64)
     elif element.bits == 6:
@@ -421,7 +433,7 @@ class Product:
         with np.errstate(all="ignore"):
             for lo in range(0, n, self.chunk):
                 hi = min(lo + self.chunk, n)
-                a, b = decode(words_a[lo:hi], self.ea, form), decode(words_b[lo:hi], self.eb, form)
+                a, b = decode(words_a[lo:hi], self.ea, form, 0), decode(words_b[lo:hi], self.eb, form, 1)
                 if scales_a is not None and scales_b is not None:
                     apply_scales(a, scales_a[lo:hi], form)
                     apply_scales(b, scales_b[lo:hi], form)

@@ -28,6 +28,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 STATE = Path(".mxgate")
 TIERS = ("smoke", "full", "production")
+SECONDS: Mapping[str, float] = {"smoke": 60.0, "full": 300.0, "production": 600.0}  # the longest launch of a tier
 _EXIT = "exit codes: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive"
 
 
@@ -226,7 +227,9 @@ def _settings(args: argparse.Namespace) -> Any:
         tier=args.tier,
         jobs=args.jobs or _cores(),
         shard=args.shard,
-        limits=Limits(args.time_limit or (600.0 if args.tier == "production" else 60.0), args.memory_limit),
+        limits=Limits(
+            args.time_limit or {"smoke": 60.0, "full": 300.0, "production": 600.0}[args.tier], args.memory_limit
+        ),
         gates=_gates(args.gate),
         fresh=args.fresh,
     )
@@ -821,7 +824,7 @@ def _parser() -> argparse.ArgumentParser:
             default=seconds,
             metavar="S",
             help="seconds one launch may take "
-            + ("(default 60; production 600)" if seconds is None else "(default 60)"),
+            + ("(default 60; full 300, production 600)" if seconds is None else "(default 60)"),
         )
         sub.add_argument(
             "--memory-limit", type=_NUMBER, default=8.0, metavar="GIB", help="resident memory of one child (default 8)"

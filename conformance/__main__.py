@@ -27,6 +27,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 STATE = Path(".mxgate")
 TIERS = ("smoke", "full", "production")
+SECONDS: Mapping[str, float] = {"smoke": 60.0, "full": 300.0, "production": 600.0}  # the longest launch of a tier
 _EXIT = "exit codes: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive"
 
 
@@ -67,15 +68,14 @@ DEVICES: Mapping[str, Callable[[Build], bool]] = {
 }
 
 
-def choose_builds(names: Sequence[str], op: str | None, device: str | None = None, tier: str = "smoke") -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError.
+def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
+    """The builds that --build, --op and --device (of DEVICES) mean; all without. Raises UsageError.
 
-    With --device emu an outside build is one that launches through FlyDSL; above the smoke tier it is judged under
-    every model of the matrix core.
+    With --device emu an outside build is one that launches through FlyDSL.
     """
     known = registry()
     if not names:
-        device = device or "cpu"
+        device = device or "all"
         found = [b for b in known.values() if op in (None, b.op) and DEVICES[device](b)]
         if not found:
             raise UsageError(f"no build of {op} runs with --device {device}")
@@ -84,9 +84,9 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
     for name in names:
         found = _builds_named(name, op, known)
         if device == "emu" and (":" in name or name.endswith(".py")):
-            from mxgate.kernels.gfx950 import MODELS, virtual
+            from mxgate.kernels.gfx950 import virtual
 
-            found = [virtual.emulated(b, m) for b in found for m in (MODELS if tier != "smoke" else [virtual.DEFAULT])]
+            found = [virtual.emulated(b) for b in found]
         for build in found:
             if chosen.get(build.id, build) != build:
                 raise UsageError(f"two different builds are called {build.id}: give them to two runs")
@@ -136,17 +136,16 @@ def _outside(target: str, op: str | None) -> Build:
 
 
 def choose_cases(
-    patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int, files: Sequence[Path] = ()
+    patterns: Sequence[str], builds: Sequence[Build], tier: str, salt: int, files: Sequence[Path] = ()
 ) -> list[Any]:
-    """The tier's cases of the ops, or the calls recorded in files; of these those whose id matches one of the patterns.
-
-    Raises UsageError.
-    """
-    from mxgate.conformance.case import cases, salted
+    """The tier's cases of the builds, or the calls recorded in files; of these those whose id matches one of the
+    patterns. Raises UsageError."""
+    from mxgate.conformance.case import cases, full_grid, salted
 
     tiers = ("smoke", "production") if tier == "production" else (tier,)
-    all_ops = list(dict.fromkeys(ops))
-    listed = list({c.id: c for t in tiers for op in all_ops for c in cases(op, t)}.values())
+    all_ops = list(dict.fromkeys(b.op for b in builds))
+    own = full_grid((b.id for b in builds), tier)
+    listed = list({c.id: c for c in (*(c for t in tiers for op in all_ops for c in cases(op, t)), *own)}.values())
     if files:
         if salt:
             raise UsageError("recorded calls have no other data; leave out --seed")
@@ -253,7 +252,9 @@ def _settings(args: argparse.Namespace) -> Any:
         tier=args.tier,
         jobs=args.jobs or _cores(),
         shard=args.shard,
-        limits=Limits(args.time_limit or (600.0 if args.tier == "production" else 60.0), args.memory_limit),
+        limits=Limits(
+            args.time_limit or {"smoke": 60.0, "full": 300.0, "production": 600.0}[args.tier], args.memory_limit
+        ),
         gates=_gates(args.gate),
         fresh=args.fresh,
     )
@@ -261,16 +262,19 @@ def _settings(args: argparse.Namespace) -> Any:
 
 def cmd_run(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
+    from mxgate.conformance.case import asked
     from mxgate.conformance.run import run
 
     settings = _settings(args)
-    builds = choose_builds(args.build, args.op, args.device, args.tier)
-    cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed, args.cases)
+    # The production cases are hours of an emulator's time, so there it must be asked for.
+    device = args.device or ("cpu" if args.tier == "production" and not args.build else None)
+    builds = choose_builds(args.build, args.op, device)
+    cases = choose_cases(args.case, builds, args.tier, args.seed, args.cases)
     if args.cases and not args.build:
         builds = [b for b in builds if any(c.op == b.op for c in cases)]
-    if lost := [b.id for b in builds if not any(c.op == b.op for c in cases)]:
+    if lost := [b.id for b in builds if not any(c.op == b.op and asked(c, b.id, args.tier) for c in cases)]:
         if args.build:
-            raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
+            raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
     for build in builds:
         if build.id not in registry() and not build.name.startswith("fault_"):
@@ -435,7 +439,7 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     from mxgate import oracle
-    from mxgate.conformance.case import cases
+    from mxgate.conformance.case import cases, full_grid
     from mxgate.conformance.verdict import GATES, MANDATORY
 
     if what == "builds":
@@ -448,7 +452,7 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     if what == "cases":
         return [
             {"case": c.id, "n": c.n, "k": c.k, "tokens": c.tokens, "buffer": c.buffer, "experts": c.experts}
-            for c in cases(op, tier)
+            for c in (*cases(op, tier), *full_grid([b.id for b in registry().values() if op in (None, b.op)], tier))
         ]
     if what == "gates":
         mandatory = {gate: [name for name in MANDATORY if gate in MANDATORY[name]] for gate in GATES}
@@ -959,7 +963,7 @@ def _parser() -> argparse.ArgumentParser:
             default=seconds,
             metavar="S",
             help="seconds one launch may take "
-            + ("(default 60; production 600)" if seconds is None else "(default 60)"),
+            + ("(default 60; full 300, production 600)" if seconds is None else "(default 60)"),
         )
         sub.add_argument(
             "--memory-limit", type=_NUMBER, default=8.0, metavar="GIB", help="resident memory of one child (default 8)"
@@ -994,7 +998,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=list(DEVICES),
         help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), or all "
-        "(default: cpu, or what --build names)",
+        "(default: all, of the production tier cpu)",
     )
     sub.add_argument(
         "--case",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mxgate.fixtures import CAPTURED, store
-from mxgate.kernels.build import OPS
+from mxgate.kernels.build import OPS, registry
 
 # Families on which every legitimate kernel gives the same bits.
 EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal")
@@ -118,8 +118,8 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
 # Tokens by which the buffer is longer, where it is not 96.
 _SLACK = MappingProxyType({"uniform": 0, "one-takes-all": 320, "aligned256": 256})
 
-# Of "16b" the sizes ramp to 1.5 times the mean, in whole scale blocks, 195,840 tokens together.
-_16B = (1408, 2048, tuple(32 * round(765 * (0.5 + i / 7)) for i in range(8)))
+# Of "16b" the sizes ramp to 1.5 times the mean, which is so many scale blocks: 195,840 tokens together, or 8,192.
+_16B = (1408, 2048, {"ramp1.5": 765, "8192": 32})
 
 
 def _sizes(shape: str) -> tuple[int, ...]:
@@ -144,7 +144,8 @@ def _case(
         sizes, buffer = tuple(np.diff(ends, prepend=0).tolist()), layer[f"{shape}.x"].shape[0]
         return Case(op, shape, routing, family, n, k, sizes, buffer, (a, b), out_dtype)
     if shape == "16b":
-        n, k, sizes = _16B
+        n, k, means = _16B
+        sizes = tuple(32 * round(means[routing] * (0.5 + i / 7)) for i in range(8))
     else:
         n, k = _sizes(shape)
         sizes = ROUTINGS[routing][0 if op == "wgrad" else 1]
@@ -294,6 +295,12 @@ _QUANTIZE_FULL: tuple[_Row, ...] = (
 )
 
 TIERS = ("smoke", "full", "production")
+# The full grid of a GPU kernel, seconds a launch on the emulator: a tier asks it of these builds alone.
+FULL_GRID: _Row = ("16b", "8192", "exact-sum")
+_RUNGS = ("wgrad/flydsl_simplest", "wgrad/flydsl_plain", "wgrad/flydsl")
+_FULL_GRID_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"smoke": _RUNGS[-1:], "full": _RUNGS, "production": _RUNGS[-1:]}
+)
 
 
 def _rows(op: str, tier: str) -> tuple[_Row, ...]:
@@ -323,6 +330,17 @@ def cases(op: str | None = None, tier: str = "smoke") -> tuple[Case, ...]:
     return tuple(found.values())
 
 
+def full_grid(builds: Iterable[str], tier: str) -> tuple[Case, ...]:
+    """The case that a tier has for some builds alone, if one of `builds` (ids) is among them."""
+    return (_case("wgrad", *FULL_GRID),) if set(builds) & set(_FULL_GRID_OF[tier]) else ()
+
+
+def asked(case: Case, build: str, tier: str) -> bool:
+    """Whether a tier asks a case of a build (an id) of the case's op. One from outside is asked what its user chose."""
+    few = (case.shape, case.routing) == FULL_GRID[:2]
+    return not few or build in _FULL_GRID_OF[tier] or build not in registry()
+
+
 def salted(case: Case, salt: int) -> Case:
     """The same case with other data: salt 0 is the listed one."""
     return replace(case, salt=salt)
@@ -333,7 +351,7 @@ def case_by_id(id: str) -> Case:
     name, at, salt = id.partition("@")
     if at and not (salt.isdigit() and salt.isascii()):
         raise ValueError(f"case {id!r}: the salt {salt!r} is not a number; expected such as {name}@7")
-    known = {case.id: case for tier in TIERS for case in cases(None, tier)}
+    known = {case.id: case for tier in TIERS for case in (*cases(None, tier), *full_grid(_RUNGS, tier))}
     if name not in known:
         near = difflib.get_close_matches(name, known, 1, 0.0)
         raise ValueError(f"no case named {name!r}; expected one that `mxgate list cases` prints, such as {near[0]}")

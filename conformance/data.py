@@ -53,7 +53,7 @@ Planes = tuple[U8, U8]  # element codes [rows, length] and scale codes [rows, le
 # an exact answer the one up to which bfloat16 holds every integer, as the Freivalds check is sharpest then.
 BUDGET, LARGE_BUDGET = 1 << 13, 1 << 8
 # Multiply-adds above which there is no Answer and the Freivalds check judges.
-LARGE = 1 << 36
+LARGE = 1 << 34
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from mxgate.conformance.case import EXACT, Case
 from mxgate.conformance.data import is_large, variants
 from mxgate.conformance.launch import FILL_FINITE, FILL_NAN, Array, Evidence, Launch, LaunchSpec
 from mxgate.conformance.poison import COPIED
-from mxgate.conformance.verdict import GATES, Finding, Outcome
+from mxgate.conformance.verdict import GATES, Finding, Outcome, worst
 from mxgate.kernels.build import Build
 from mxgate.oracle import Answer, MXArray, dequantize
 from mxgate.oracle.bound import outside, round_to
@@ -46,6 +46,8 @@ REPEATS = {"smoke": 3, "full": 6, "production": 3}
 MANY = (80, 5, 5)
 _MANY = (("ramp1.5", "normal"), ("shift32", "signature"), ("empties", "signature"), ("axis1", "normal"))
 _CONTROL = ("64x96", "96x64")
+# Of a device, the models of its matrix core beside the usual one.
+MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"gfx950": ("cdna3-like",)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -56,14 +58,28 @@ def plan(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
     """Every launch of `build` on `case`, the base launch first. tier: "smoke", "full" or "production".
 
     In every tier: each variant of the padding, other bytes in fresh memory, out= plain and pitched, repeats.
-    On a case too large for an exact answer only what padding, contract and reproducible cannot do without.
+    On a case too large for an exact answer only what padding, contract and reproducible cannot do without. In the full
+    tier a build with machine code is launched under every model of its matrix core, and is judged under each.
     """
+    specs = _launches(build, case, tier)
+    for model in MODELS.get(build.device, ()) if tier == "full" else ():
+        chosen = [specs[0], *(s for s in specs if s.variant in (COPIED, "random") and s.process == 0)]
+        chosen.append(LaunchSpec("repeat 1"))
+        specs += tuple(replace(s, label=f"{model}, {s.label}", model=model) for s in chosen)
+    return specs
+
+
+def _launches(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
+    """The launches under the usual model."""
     if is_large(case):
+        copied = [name for name in variants(case) if name == COPIED]
+        if copied and tier == "smoke":  # one launch less: what nobody wrote shows beside the copied operands' too
+            return LaunchSpec("first"), LaunchSpec("repeat 1"), LaunchSpec(COPIED, variant=COPIED, fill=FILL_FINITE)
         return (
             LaunchSpec("first"),
             LaunchSpec("other memory", fill=FILL_FINITE),
             LaunchSpec("repeat 1"),
-            *(LaunchSpec(COPIED, variant=COPIED) for name in variants(case) if name == COPIED),
+            *(LaunchSpec(COPIED, variant=name) for name in copied),
         )
     # Every launch of an emulated build is in another order anyway (a seed of its own), and each costs a while.
     repeats, fresh, each = REPEATS[tier] if build.device == "cpu" else 1, 0, 0
@@ -456,7 +472,7 @@ def special(e: Evidence) -> Result:
 
 def lineage(e: Evidence) -> Result:
     """The bytes of the accepted build that this one replaces."""
-    if e.build.replaces is None:
+    if e.build.replaces is None or not e.compared:
         return SILENT
     base = _base("lineage", e)
     if isinstance(base, Finding):
@@ -515,14 +531,27 @@ assert tuple(GATE_FUNCTIONS) == GATES
 
 
 def run_gates(e: Evidence) -> tuple[Mapping[str, Outcome], tuple[Finding, ...]]:
-    """Every gate on the evidence: the outcome of each, and what was found."""
-    outcomes: dict[str, Outcome] = {}
+    """Every gate on the evidence: the outcome of each, and what was found. Launches under different models are judged
+    apart, each by every gate, and the worst counts."""
+    seen: dict[str, list[Outcome]] = {name: [] for name in GATE_FUNCTIONS}
     findings: list[Finding] = []
-    for name, gate in GATE_FUNCTIONS.items():
-        result = gate(e)
-        if isinstance(result, Finding):
-            findings.append(result)
-            outcomes[name] = Outcome.INCONCLUSIVE if result.inconclusive else Outcome.REJECT
-        else:
-            outcomes[name] = Outcome.SILENT if result is SILENT else Outcome.PASS
-    return outcomes, tuple(findings)
+    for model in dict.fromkeys((None, *(spec.model for spec in e.plan))):
+        part = e if len({spec.model for spec in e.plan}) < 2 else _under(e, model)
+        for name, gate in GATE_FUNCTIONS.items():
+            result = gate(part)
+            if isinstance(result, Finding):
+                findings.append(replace(result, what=f"under {model}, {result.what}") if model else result)
+                seen[name].append(Outcome.INCONCLUSIVE if result.inconclusive else Outcome.REJECT)
+            else:
+                seen[name].append(Outcome.SILENT if result is SILENT else Outcome.PASS)
+    return {name: worst(outcomes) for name, outcomes in seen.items()}, tuple(findings)
+
+
+def _under(e: Evidence, model: str | None) -> Evidence:
+    """The launches under one model. What a build replaces was launched under the usual one alone."""
+    return replace(
+        e,
+        plan=tuple(spec for spec in e.plan if spec.model == model),
+        launches=tuple(launch for launch in e.launches if launch.spec.model == model),
+        compared=e.compared and model is None,
+    )

@@ -39,6 +39,8 @@ class LaunchSpec:
     out: "none" (the build allocates), "plain" (`out=` is a contiguous buffer of the result's shape) or "pitched"
         (`out=` has a padded row pitch, with canary bytes in the gaps and on both sides). A build whose callable has no
         keyword `out` is launched with "none" instead, and those launches still count.
+    model: of a build whose machine code is emulated, the arithmetic that its matrix core is to have; None: the usual
+        one, which is all that other builds are launched with.
     """
 
     label: str
@@ -46,6 +48,7 @@ class LaunchSpec:
     process: int = 0
     fill: int = FILL_NAN
     out: str = "none"
+    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class Evidence:
         launch. A plan of which some launch never came back is inconclusive, never a pass.
     operands: the base launch's. answer: the oracle's Answer (quantize: the MXArray that the build's profile gives);
         None where the problem is too large for one and the gates use the Freivalds check instead.
-    ancestor: the base launch of the accepted build that this one replaces, on the same operands.
+    ancestor: the base launch of the accepted build that this one replaces, on the same operands; compared: whether
+        there should be one.
     """
 
     build: Build
@@ -118,6 +122,7 @@ class Evidence:
     plan: tuple[LaunchSpec, ...]
     launches: tuple[Launch, ...]
     ancestor: Launch | None = None
+    compared: bool = True
 
 
 def digest(arrays: Iterable[Array]) -> str:

@@ -292,6 +292,7 @@ class Runner:
         """
         began = time.monotonic()
         fingerprint = self.fingerprint(build)
+        compared = build.replaces is not None and case_module.asked(case, build.replaces, self.settings.tier)
 
         def result(
             outcomes: Mapping[str, Outcome], findings: tuple[Finding, ...], skip: str | None = None
@@ -321,7 +322,8 @@ class Runner:
             context.answer(build, plan[0].variant),
             plan,
             launches,
-            self._ancestor(build, context, plan),
+            self._ancestor(build, context, plan) if compared else None,
+            compared,
         )
         try:
             outcomes, findings = gates.run_gates(evidence)
@@ -506,7 +508,7 @@ def run(
     began = time.monotonic()
     journal = Journal(out) if out is not None else None
     stamp = settings.stamp
-    pairs = [(b, c) for c in order(cases) for b in builds if b.op == c.op]
+    pairs = [(b, c) for c in order(cases) for b in builds if _asked(b, c, settings.tier)]
     mine = [pair for pair in pairs if _in_shard(pair, builds, cases, settings.shard)]
     earlier = journal.earlier if journal is not None and not settings.fresh else {}
     known: dict[tuple[str, str], CaseResult] = {}
@@ -550,7 +552,7 @@ def summarise(
     **counts: Any,
 ) -> RunReport:
     """Add up the results by (build, case) of a plan. A build of which a pair is missing is at best inconclusive."""
-    pairs = [(b, c) for b in builds for c in cases if b.op == c.op]
+    pairs = [(b, c) for b in builds for c in cases if _asked(b, c, settings.tier)]
     found: dict[str, list[CaseResult]] = {b.id: [] for b in builds}
     lacking: dict[str, int] = dict.fromkeys(found, 0)
     for b, c in pairs:
@@ -569,7 +571,7 @@ def summarise(
         elif verdict.word in ("accept", "inconclusive") and _passed_recorded(cases, verdict):
             calls = sum(c.op == b.op for c in cases)
             verdict = replace(verdict, word="inconclusive", reason=f"passed {calls} recorded calls; {_WHOLE_TIER}")
-        elif verdict.word == "accept" and (missing := left_out(b.op, settings.tier, cases)):
+        elif verdict.word == "accept" and (missing := left_out(b, settings.tier, cases)):
             some = f"passed, but {missing} cases of the {settings.tier} tier were not asked for"
             verdict = replace(verdict, word="inconclusive", reason=some)
         verdicts.append(verdict)
@@ -587,10 +589,14 @@ def _passed_recorded(cases: Sequence[Case], verdict: Verdict) -> bool:
     return all(c.source for c in cases) and not set(verdict.gates.values()) - {Outcome.PASS, Outcome.SILENT}
 
 
-def left_out(op: str, tier: str, cases: Sequence[Case]) -> int:
-    """How many of the tier's cases of an op are not among `cases`, whatever their salt."""
+def left_out(build: Build, tier: str, cases: Sequence[Case]) -> int:
+    """How many of the tier's cases of a build are not among `cases`, whatever their salt."""
     have = {replace(c, salt=0) for c in cases}
-    return sum(c not in have for c in case_module.cases(op, tier))
+    return sum(c not in have for c in (*case_module.cases(build.op, tier), *case_module.full_grid([build.id], tier)))
+
+
+def _asked(build: Build, case: Case, tier: str) -> bool:
+    return build.op == case.op and case_module.asked(case, build.id, tier)
 
 
 def order(cases: Iterable[Case]) -> list[Case]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from rich.console import Console
 
 from mxgate.conformance import certificate, gates, report
 from mxgate.conformance import run as runner
-from mxgate.conformance.__main__ import choose_builds, main
-from mxgate.conformance.case import case_by_id
-from mxgate.conformance.run import RunReport, Settings, summarise
+from mxgate.conformance.__main__ import choose_builds, choose_cases, main
+from mxgate.conformance.case import asked, case_by_id, full_grid
+from mxgate.conformance.run import Runner, RunReport, Settings, summarise
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
 from mxgate.kernels import gfx950
 from mxgate.kernels.build import HIP, find, hip, registry
@@ -29,12 +30,13 @@ from mxgate.kernels.gfx950 import virtual
 @pytest.fixture(autouse=True)
 def few_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever cases a test names are its whole tier: an accept stays within reach of a short test."""
-    monkeypatch.setattr(runner, "left_out", lambda op, tier, cases: 0)
+    monkeypatch.setattr(runner, "left_out", lambda build, tier, cases: 0)
 
 
 EMULATED = [build for build in registry().values() if build.device != "cpu"]
 CASE = "wgrad/64x96/empties/signature"
 SOURCE = """
+from mxgate.kernels import numpy_reference
 from mxgate.kernels.flydsl import compile as isa
 from mxgate.kernels.flydsl import wgrad as rungs
 
@@ -44,6 +46,14 @@ committed = isa.committed
 def stale(*operands):
     isa.source_hash = lambda: "0" * 64
     return rungs.plain(*operands)
+
+def modelless(*operands):
+    return numpy_reference.wgrad(*operands)
+
+def biased(*operands, model="exact-rne"):
+    dw = numpy_reference.wgrad(*operands)
+    dw.view("u2")[0, 3, 5] ^= model != "exact-rne"
+    return dw
 
 def racing(*operands):
     isa.committed = lambda kernel: committed(kernel).replace("s_barrier", "s_nop 0")
@@ -134,9 +144,9 @@ def test_a_launch_without_a_gpu_is_refused_in_time(outside: Path, capsys: pytest
 
 
 def test_above_the_smoke_tier_every_model_judges(outside: Path) -> None:
-    chosen = {tier: choose_builds([f"{outside}:wgrad"], "wgrad", "emu", tier) for tier in ("smoke", "full")}
-    assert [b.options for b in chosen["full"]] == [(("model", model),) for model in gfx950.MODELS]
-    assert chosen["smoke"] == chosen["full"][:1] and len({b.id for b in chosen["full"]}) == len(gfx950.MODELS)
+    (build,) = choose_builds([f"{outside}:wgrad"], "wgrad", "emu")
+    models = {tier: {spec.model for spec in gates.plan(build, case_by_id(CASE), tier)} for tier in ("smoke", "full")}
+    assert models == {"smoke": {None}, "full": {None, "cdna3-like"}}
 
 
 def test_without_flydsl_an_outside_launch_is_not_loaded(
@@ -176,6 +186,48 @@ def test_they_are_launched_with_every_padding_and_once_more() -> None:
         for name in ("wgrad/numpy_windowed", "wgrad/flydsl")
     )
     assert on_cpu - emulated == {"repeat 2", "repeat 3"} and not emulated - on_cpu
+
+
+def test_the_full_tier_launches_them_under_both_models() -> None:
+    """That the shipped ones pass under both is what a run of the full tier shows."""
+    build, case = registry()["wgrad/flydsl"], case_by_id(CASE)
+    plan = gates.plan(build, case, "full")
+    assert len({spec.label for spec in plan}) == len(plan)
+    cdna3 = [spec for spec in plan if spec.model == "cdna3-like"]
+    assert [s.variant for s in cdna3] == ["nan", "random", "copied", "nan"] and len(cdna3) < len(plan)
+    assert all(spec.model is None for spec in gates.plan(registry()["wgrad/numpy_windowed"], case, "full"))
+    assert all(spec.model is None for spec in gates.plan(build, case, "smoke"))
+
+
+def test_a_fault_under_one_model_is_a_rejection(source: Path) -> None:
+    """Right under the usual model, and one ulp off where the matrix core adds as CDNA3's does."""
+    case = case_by_id("wgrad/64x96/ramp1.5/exact-sum")
+    build = outside("wgrad", f"{source}:biased")
+    for device, word in (("cpu", Outcome.PASS), ("gfx950", Outcome.REJECT)):
+        with Runner(Settings(tier="full")) as runner:
+            result, _ = runner.examine(replace(build, device=device), case)
+        assert result.gates["exact"] is word, result.findings
+    assert any(f.gate == "exact" and f.what.startswith("under cdna3-like, ") for f in result.findings)
+    assert result.gates["reproducible"] is result.gates["padding"] is Outcome.PASS
+
+
+def test_a_build_that_takes_no_model_is_inconclusive_in_the_full_tier(source: Path) -> None:
+    build = replace(outside("wgrad", f"{source}:modelless"), device="gfx950")
+    with Runner(Settings(tier="full")) as runner:
+        result, _ = runner.examine(build, case_by_id(CASE))
+    assert result.outcome is Outcome.INCONCLUSIVE
+    assert any("takes no keyword model" in finding.what for finding in result.findings)
+
+
+def test_the_full_grid_is_asked_of_the_shipping_rung() -> None:
+    """Where no other build runs it in the smoke tier, lineage has nothing to say about it and nobody lacks a case."""
+    (case,) = full_grid(["wgrad/flydsl"], "smoke")
+    blocks = 8 * -(-case.n // 256) * -(-case.k // 256)
+    assert (case.tokens, case.experts, blocks) == (8192, 8, 384) and case_by_id(case.id) == case
+    assert [b.id for b in registry().values() if b.op == "wgrad" and asked(case, b.id, "smoke")] == ["wgrad/flydsl"]
+    assert all(asked(case, b.id, "full") for b in EMULATED) and not full_grid(["wgrad/flydsl_plain"], "smoke")
+    assert len(gates.plan(registry()["wgrad/flydsl"], case, "smoke")) == 3
+    assert {c.id for c in choose_cases([], EMULATED, "smoke", 0)} > {case.id}
 
 
 def accepted() -> RunReport:

@@ -98,7 +98,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def few_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever cases a test names are its whole tier: an accept stays within reach of a short test."""
-    monkeypatch.setattr(run, "left_out", lambda op, tier, cases: 0)
+    monkeypatch.setattr(run, "left_out", lambda build, tier, cases: 0)
 
 
 @pytest.fixture

@@ -119,9 +119,9 @@ def _environment() -> dict[str, str]:
 class Child:
     """One child process with one build loaded.
 
-    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`, `seed`) that its callable takes. Raises
-    ChildError when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child
-    closes itself.
+    keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`, `seed`, `model`) that its callable takes.
+    Raises ChildError when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead
+    child closes itself.
     """
 
     def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
@@ -158,6 +158,8 @@ class Child:
 
     def launch(self, case: Case, spec: LaunchSpec, operands: Operands) -> Launch:
         """Call the build once. Never raises for anything that the build does; Stopped when the run is stopped."""
+        if spec.model is not None and "model" not in self.keywords and not _launches_flydsl(self.build):
+            return Launch(spec, f"takes no keyword model, as {spec.model} needs", (), "", unavailable=True)
         try:
             self._upload(case, spec.variant, operands)
             shape, dtype = _result(case, operands)
@@ -170,6 +172,7 @@ class Child:
                 "shape": shape,
                 "dtype": dtype,
                 "seed": None if self.build.device == "cpu" else _seed(case, spec),
+                "model": spec.model,
                 "most": _most(shape),
             }
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
@@ -541,10 +544,15 @@ def _a(noun: str) -> str:
     return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
-def _virtual_device(model: str) -> Any:
+def _launches_flydsl(build: Build) -> bool:
+    """Of the emulated builds those that need FlyDSL launch through it; ours may run from committed machine code."""
+    return build.device != "cpu" and "flydsl" in build.requires
+
+
+def _virtual_device() -> Any:
     from mxgate.kernels.gfx950 import virtual  # not for every child: it takes a while
 
-    return virtual.install(model=model)
+    return virtual.install()
 
 
 @contextlib.contextmanager
@@ -579,10 +587,7 @@ class _Server:
         self.torch = _Torch() if self.build.arrays == "torch" else None
         for name in ("empty", "empty_like"):
             setattr(np, name, _filled(getattr(np, name)))
-        # Of the emulated builds those that need FlyDSL launch through it; ours may run from committed machine code.
-        self.device = None
-        if self.build.device != "cpu" and "flydsl" in self.build.requires:
-            self.device = _virtual_device(dict(self.build.options)["model"])
+        self.device = _virtual_device() if _launches_flydsl(self.build) else None
         if self.device is None and not hip():
             os.environ.update(_NO_LAUNCH)
         with _understood():
@@ -621,10 +626,11 @@ class _Server:
         out = _Out(header) if header["out"] != "none" else None
         if out is not None:
             keywords["out"] = out.view if self.torch is None else self.torch.strided(out)
-        if header["seed"] is not None and "seed" in self.keywords:
-            keywords["seed"] = header["seed"]
+        keywords.update(
+            (name, header[name]) for name in ("seed", "model") if header[name] is not None and name in self.keywords
+        )
         _fill_allocations(header["fill"])
-        returned = self._launch(header["seed"], positional, keywords)
+        returned = self._launch(header, positional, keywords)
         parts = [np.ascontiguousarray(out.view)] if out is not None else self.unwrap(returned)
         total = sum(part.nbytes for part in parts)
         if total > header["most"]:
@@ -646,9 +652,9 @@ class _Server:
             "aliases": aliases,
         }, parts
 
-    def _launch(self, seed: int | None, positional: list[Any], keywords: dict[str, Any]) -> Any:
+    def _launch(self, header: Mapping[str, Any], positional: list[Any], keywords: dict[str, Any]) -> Any:
         if self.device is not None:
-            self.device.begin(seed or 0)
+            self.device.begin(header["seed"] or 0, header["model"] or "exact-rne")
         with _understood():
             returned = self.function(*positional, **keywords)
         if self.device is not None:
@@ -709,7 +715,7 @@ class _Out:
 
 
 def _keywords(function: Callable[..., Any]) -> list[str]:
-    known = ("out", "out_dtype", "bias", "format", "seed")
+    known = ("out", "out_dtype", "bias", "format", "seed", "model")
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

@@ -189,7 +189,7 @@ def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None, **options:
     return out
 
 
-def _rung(rung: str, what: str, **options: Any) -> Callable[..., Array]:
+def _rung(rung: str, what: str) -> Callable[..., Array]:
     def wgrad(
         dy_t: Array,
         dy_scales: Array,
@@ -199,17 +199,17 @@ def _rung(rung: str, what: str, **options: Any) -> Callable[..., Array]:
         *,
         out: Array | None = None,
         seed: int = 0,
+        model: str = "exact-rne",
     ) -> Array:
-        return _wgrad(rung, (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, **options)
+        return _wgrad(rung, (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model=model)
 
-    wgrad.__doc__ = f"{what} Operands as in _wgrad; seed: the emulator's."
+    wgrad.__doc__ = f"{what} Operands as in _wgrad; seed, model: the emulator's."
     return wgrad
 
 
 simplest = _rung("simplest", "A wave for 64 x 64 outputs, loading straight into registers.")
 plain = _rung("plain", "The pipelined body on scales as they come.")
 shipping = _rung("shipping", "The pipelined body on shuffled scales.")
-shipping_cdna3 = _rung("shipping", "The shipping rung on a matrix core that adds as CDNA3's does.", model="cdna3-like")
 
 
 _NOT_RUN = ("bench", "budget", "ledger", "mutants", "sample", "virtual")  # modules that no build's answer depends on
@@ -235,5 +235,4 @@ BUILDS = (
     Build("flydsl_simplest", target=f"{__name__}:simplest", **_SHARED),
     Build("flydsl_plain", target=f"{__name__}:plain", replaces="wgrad/flydsl_simplest", **_SHARED),
     Build("flydsl", target=f"{__name__}:shipping", replaces="wgrad/flydsl_plain", **_SHARED),
-    Build("flydsl_cdna3", target=f"{__name__}:shipping_cdna3", **_SHARED),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,8 @@ BF16, F16 = Element("bf16", 16, 400, -133), Element("f16", 16, 41, -24)
 FP8, BF8 = FORMATS[0], FORMATS[1]
 
 
+LEAST = -149  # log2 of the unit of which every float32 is a whole multiple
+TINY = 2.0**-140
 CHUNK = 262144  # bytes of decoded operands a product works on at a time: they stay in the second-level cache
 
 
@@ -216,8 +219,17 @@ def _sixes(octets: Array) -> Array:
     return np.stack([x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2], -1)
 
 
-def decode(words: Array, element: Element, form: Form) -> Array:
-    """Operands as float64 [waves, operands * rows, k] in true k order; words as a Shelf holds them."""
+@lru_cache(maxsize=32)
+def _room(shape: tuple[int, ...], side: int) -> tuple[Array, Array]:
+    """Memory for the indices and the elements of an operand: used again, it stays in the cache."""
+    return np.empty(shape, np.intp), np.empty(shape)
+
+
+def decode(words: Array, element: Element, form: Form, side: int) -> Array:
+    """Operands as float64 [waves, operands, rows, k] in true k order; words as a Shelf holds them.
+
+    side: 0 for A, 1 for B. The next call for that side may use the memory again.
+    """
     waves, n, runs, _, q = words.shape
     rows, groups = form.rows, 64 // form.rows
     run: Any = {2: np.complex64, 4: np.complex128}.get(q, f"V{4 * q}")  # a type as wide as a run of words
@@ -225,7 +237,9 @@ def decode(words: Array, element: Element, form: Form) -> Array:
     octets = np.ascontiguousarray(lanes.transpose(0, 1, 4, 2, 3)).view(np.uint8)
     if element.bits == 8:
         table = floats.FP8 if element.name == "fp8" else floats.BF8
-        y = table.take(octets)
+        index, y = _room(octets.shape, side)
+        np.copyto(index, octets)
+        table.take(index, out=y, mode="clip")
     elif element.bits == 4:
         y = floats.PAIRS4.take(octets).view(np.float64)
     elif element.bits == 6:
@@ -235,11 +249,11 @@ def decode(words: Array, element: Element, form: Form) -> Array:
         y = (octets.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     else:
         y = octets.view(np.float16).astype(np.float64)
-    return y.reshape(waves, n * rows, form.k)
+    return y.reshape(waves, n, rows, form.k)
 
 
 def apply_scales(y: Array, scales: Array, form: Form) -> None:
-    """Multiply [waves, operands * rows, k] by 2**(byte - 127) of each row's 32-blocks, in place.
+    """Multiply [waves, operands, rows, k] by 2**(byte - 127) of each row's 32-blocks, in place.
 
     scales: uint8[waves, operands, 64] as a Shelf holds them.
     """
@@ -317,6 +331,7 @@ class Tile:
     def release(self, st: Waves) -> None:
         """Write the registers."""
         tile = st.tiles.pop(self.key)
+        del st.units[self.key]
         for lo in range(0, st.n, 16):
             part = tile[lo : lo + 16]
             na, nb, quads, four, w, groups, rows = self._order(len(part))
@@ -326,12 +341,35 @@ class Tile:
 
 @dataclass(frozen=True)
 class Rectangle:
-    """A run of A operands' rows times some or all of the B operands' rows, into one tile."""
+    """A run of A operands times some or all of the B operands, into one tile."""
 
-    rows: slice
-    columns: Array | None
+    a: slice
+    b: Array | None
     result: Tile
     accumulator: Tile | float
+
+
+class Grain(NamedTuple):
+    """A rectangle's products, wave by wave.
+
+    exact: float64 holds every sum of products exactly, and none is a float32 denormal that needs more care. unit: log2
+    of a number that divides them. dust, bool[waves, K blocks] or None: blocks in which every scale is 2**-127, as of
+    masked tokens. Their products are too small to change anything but the rounding of a tie or the sign of a zero, and
+    `exact` and `unit` leave them out.
+    """
+
+    exact: Array
+    unit: Array
+    dust: Array | None
+
+    def of(self, lo: int, hi: int) -> tuple[int | None, Array | None]:
+        """Of some waves: their unit, None where sums are not exact; the columns that are dust, None if there are
+        none."""
+        dust = None if self.dust is None else self.dust[lo:hi]
+        if not self.exact[lo:hi].all() or (dust is not None and (dust != dust[0]).any()):
+            return None, None
+        columns = None if dust is None else np.flatnonzero(np.repeat(dust[0], 32))
+        return int(self.unit[lo:hi].min()), columns if columns is not None and len(columns) else None
 
 
 class Product:
@@ -354,7 +392,6 @@ class Product:
         slots_b = sorted({sb for _, _, sb in members}, key=lambda s: min(r[s].d for r in partners.values() if s in r))
         self.rectangles: list[Rectangle] = []
         self.scratch: dict[tuple[int, ...], tuple[Array, Array, Array, Array]] = {}
-        n = self.form.rows
         for chosen, rows in groups.items():
             order = [b for b in slots_b if b in chosen]
             rows.sort(key=lambda s, o=order[0]: partners[s][o].d)  # type: ignore[misc]
@@ -366,11 +403,10 @@ class Product:
                 c = first.c
             else:
                 c = Tile(self.form, np.array([[partners[s][o].c for o in order] for s in rows]))
-            columns = [slots_b.index(o) * n + k for o in order for k in range(n)]
-            part = None if len(order) == len(slots_b) else np.array(columns)
-            self.rectangles.append(Rectangle(slice(at * n, (at + len(rows)) * n), part, result, c))
+            part = None if len(order) == len(slots_b) else np.array([slots_b.index(o) for o in order])
+            self.rectangles.append(Rectangle(slice(at, at + len(rows)), part, result, c))
         self.slots_a, self.slots_b = _range(slots_a), _range(slots_b)
-        operand_bytes = (len(slots_a) + len(slots_b)) * n * self.form.k * 8
+        operand_bytes = (len(slots_a) + len(slots_b)) * self.form.rows * self.form.k * 8
         self.chunk = max(1, CHUNK // operand_bytes)
         self.exact_bits = 53 - (self.form.k - 1).bit_length() - self.ea.span - self.eb.span
 
@@ -380,34 +416,46 @@ class Product:
         words_a, words_b = self.shelf_a.words[:n, self.slots_a], self.shelf_b.words[:n, self.slots_b]
         scales_a = self.shelf_a.scales[:n, self.slots_a] if form.scaled else None
         scales_b = self.shelf_b.scales[:n, self.slots_b] if form.scaled else None
-        exact = self._exact(n, scales_a, scales_b)
         held = [st.tiles.get(r.result.key) for r in self.rectangles]
-        outs = [
-            np.empty((n, *r.result.shape), np.float32) if h is None else h
-            for r, h in zip(self.rectangles, held, strict=True)
-        ]
+        jobs = []
+        for r, h in zip(self.rectangles, held, strict=True):
+            whole = np.empty((n, *r.result.shape), np.float32) if h is None else h
+            units = np.full(n, LEAST) if h is None else st.units[r.result.key]
+            jobs.append(
+                (
+                    r,
+                    h is not None and (isinstance(r.accumulator, float) or r.accumulator.key == r.result.key),
+                    whole,
+                    units,
+                    self._grain(n, r, scales_a, scales_b),
+                )
+            )
         with np.errstate(all="ignore"):
             for lo in range(0, n, self.chunk):
                 hi = min(lo + self.chunk, n)
-                a, b = decode(words_a[lo:hi], self.ea, form), decode(words_b[lo:hi], self.eb, form)
+                a, b = decode(words_a[lo:hi], self.ea, form, 0), decode(words_b[lo:hi], self.eb, form, 1)
                 if scales_a is not None and scales_b is not None:
                     apply_scales(a, scales_a[lo:hi], form)
                     apply_scales(b, scales_b[lo:hi], form)
-                for r, h, whole in zip(self.rectangles, held, outs, strict=True):
+                for r, in_place, whole, units, grain in jobs:
                     out = whole[lo:hi]
                     acc: Array | float = out
                     if isinstance(r.accumulator, float):
                         acc = r.accumulator
-                    elif h is None or r.accumulator.key != r.result.key:
+                    elif not in_place:
                         acc = np.empty_like(out)
                         r.accumulator.load(st, acc, lo, hi)
-                    x, y = a[:, r.rows], b if r.columns is None else b[:, r.columns]
-                    if self.model == "exact-rne":
-                        self._rne(x, y, acc, out, bool(exact[lo:hi].all()))
-                    else:
+                    x, y = (z.reshape(hi - lo, -1, form.k) for z in (a[:, r.a], b if r.b is None else b[:, r.b]))
+                    if self.model != "exact-rne":
                         _groups_of_16(x, y, acc, out)
-        for r, whole in zip(self.rectangles, outs, strict=True):
-            st.tiles[r.result.key] = whole
+                        continue
+                    unit, dust = grain.of(lo, hi)
+                    if unit is not None:
+                        unit = min(unit, int(units[lo:hi].min()) if acc is out else _unit(acc, unit))
+                    units[lo:hi] = LEAST if unit is None else unit
+                    self._rne(x, y, acc, out, unit, dust)
+        for r, _, whole, units, _ in jobs:
+            st.tiles[r.result.key], st.units[r.result.key] = whole, units
 
     def _scratch(self, shape: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
         """Room for a product, a sum, its bits and a mask, kept from one product to the next."""
@@ -416,29 +464,45 @@ class Product:
             self.scratch[shape] = product, s, np.empty(shape, np.int64), np.empty(shape, bool)
         return self.scratch[shape]
 
-    def _exact(self, n: int, sa: Array | None, sb: Array | None) -> Array:
-        """bool[waves]: float64 holds every sum of products exactly, and no sum is a float32 denormal that needs more
-        care."""
+    def _grain(self, n: int, r: Rectangle, sa: Array | None, sb: Array | None) -> Grain:
+        """What is known of a rectangle's products from their scales (uint8[waves, operands, 64])."""
         low = self.ea.low + self.eb.low
         if self.exact_bits < 0 or sa is None or sb is None:
-            return np.full(n, self.exact_bits >= 0 and low >= -149)
+            return Grain(np.full(n, self.exact_bits >= 0 and low >= LEAST), np.full(n, low), None)
         shape = (n, -1, 64 // self.form.rows, self.form.rows)
-        a, b = sa.reshape(shape), sb.reshape(shape)
-        high_a, low_a, high_b, low_b = a.max(2), a.min(2), b.max(2), b.min(2)
+        a, b = sa[:, r.a].reshape(shape), (sb if r.b is None else sb[:, r.b]).reshape(shape)
+        low_a, low_b = a.min(2), b.min(2)
+        dust = None
+        if not low_a.all() and not low_b.all():
+            dust = ~(a.any((1, 3)) | b.any((1, 3)))
+            low_a, low_b = (np.where(dust[:, None, :, None], np.uint8(255), s).min(2) for s in (a, b))
+        # Where all is dust the lowest is above the highest.
+        high_a, high_b = np.maximum(a.max(2), low_a), np.maximum(b.max(2), low_b)
         spread = (high_a - low_a).max((1, 2)).astype(int) + (high_b - low_b).max((1, 2))
-        least = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
-        return (spread <= self.exact_bits) & (least >= -149)
+        unit = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
+        return Grain((spread <= self.exact_bits) & (unit >= LEAST), unit, dust)
 
-    def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, exact: bool) -> None:
-        """One rounding of the exact sum. Where float64 sums of the products are exact, only a sum with C that lands
-        on a float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain; those
-        are redone."""
+    def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Array | None) -> None:
+        """One rounding of the exact sum.
+
+        unit: None, or float64 sums of the products are exact, dust (the columns of it) aside, and 2**unit divides them
+        and C. Then sums with C below 2**53 units are exact too and the cast rounds once; of larger ones only a sum that
+        lands on a float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain;
+        those are redone.
+        """
         product, s, bits, unsure = self._scratch(out.shape)
         np.matmul(x, y.swapaxes(1, 2), out=product)
         np.add(product, acc, out=s)
+        exact = unit is not None
+        small = unit is not None and float(s.max()) < 2.0 ** (unit + 53) and float(s.min()) > -(2.0 ** (unit + 53))
+        if small and dust is None:
+            np.copyto(out, s, casting="unsafe")
+            return
         if exact:
             np.bitwise_and(s.view(np.int64), 0x1FFFFFFF, out=bits)
             np.equal(bits, 0x10000000, out=unsure)
+            if dust is not None:
+                unsure |= np.abs(s, out=bits.view(np.float64)) < TINY
         else:
             # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most
             # |x| |y|.
@@ -447,10 +511,17 @@ class Product:
             if np.count_nonzero(unsure) > 64:
                 unsure = _uncertain(s, np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2)) * factor)
         flat = np.flatnonzero(unsure)
+        if len(flat) and dust is not None:
+            # Its true sum, but for the power of two, says which way a tie falls, or zero's sign.
+            rest = np.matmul(x[:, :, dust] * 2.0**127, (y[:, :, dust] * 2.0**127).swapaxes(1, 2)).reshape(-1)[flat]
+            at = s.reshape(-1)
+            plain = small & ((np.abs(at[flat]) >= TINY) | (at[flat] == 0) | (rest == 0))
+            at[flat[plain]] = floats.to_odd(at[flat[plain]], rest[plain])
+            flat = flat[~plain]
         if len(flat):
             flat = flat[np.isfinite(s.reshape(-1)[flat])]
             c = np.full(len(flat), acc) if isinstance(acc, float) else acc.reshape(-1)[flat].astype(np.float64)
-            if exact:  # most ties are exact sums, which the cast rounds rightly
+            if exact and dust is None:  # most ties are exact sums, which the cast rounds rightly
                 wrong = floats.two_sum(product.reshape(-1)[flat], c)[1] != 0
                 flat, c = flat[wrong], c[wrong]
         np.copyto(out, s, casting="unsafe")
@@ -482,6 +553,14 @@ def _range(slots: list[int]) -> slice | list[int]:
 def _norm(x: Array) -> Array:
     """Euclidean length of each row [waves, rows, k], a little rounded up."""
     return np.sqrt(np.einsum("wrk,wrk->wr", x, x)) * (1 + 2.0**-40)
+
+
+def _unit(c: Array | float, guess: int) -> int:
+    """log2 of a unit of which every C is a whole multiple: a large one where all are zero, `guess`, or LEAST."""
+    if not np.any(c):
+        return 1024
+    scaled = np.multiply(c, 2.0**-guess, dtype=np.float64)
+    return guess if bool((np.rint(scaled) == scaled).all()) else LEAST
 
 
 def _uncertain(s: Array, bound: Array) -> Array:

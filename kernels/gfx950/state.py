@@ -36,7 +36,9 @@ class Waves:
         self.wg, self.gid, self.slot = wg, gid, slot
         self.vm: list[Any] = []
         self.lg: list[Any] = []
-        self.tiles: dict[Any, Array] = {}  # matrix results not yet in their registers
+        # Matrix results not yet in their registers, and log2 of a unit that all of a wave's are whole multiples of.
+        self.tiles: dict[Any, Array] = {}
+        self.units: dict[Any, Array] = {}
         self.initialised = np.zeros(SCALAR_BASE + SCALARS, bool)
         self.partial: dict[int, Array] = {}
         self.executed = 0
@@ -86,10 +88,12 @@ class Waves:
         order = order[:keep]
         self.registers[:, holes] = self.registers[:, tail]
         self.scalars[:, holes] = self.scalars[:, tail]
-        out.tiles = {k: tile[gone] for k, tile in self.tiles.items()}
-        for k, tile in self.tiles.items():
-            tile[holes] = tile[tail]
-            self.tiles[k] = tile[:keep]
+        out.tiles, out.units = {}, {}
+        for mine, its in ((self.tiles, out.tiles), (self.units, out.units)):
+            for k, values in mine.items():
+                its[k] = values[gone]
+                values[holes] = values[tail]
+                mine[k] = values[:keep]
         self._copy_to(self, order, self.registers[:, :keep], self.scalars[:, :keep])
         return out
 
@@ -103,6 +107,7 @@ class Waves:
         out.vm = [_join(p, q) for p, q in zip(a.vm, b.vm, strict=True)]
         out.lg = [_join(p, q) for p, q in zip(a.lg, b.lg, strict=True)]
         out.tiles = {k: np.concatenate([tile, b.tiles[k]]) for k, tile in a.tiles.items()}
+        out.units = {k: np.concatenate([units, b.units[k]]) for k, units in a.units.items()}
         out.initialised = a.initialised & b.initialised
         out.partial = {}
         for k in set(a.partial) | set(b.partial):

@@ -51,7 +51,6 @@ ENVIRONMENT: dict[str, str | None] = {
     "FLYDSL_RUNTIME_KIND": None,
     "FLYDSL_COMPILE_LLVM_DIR": None,
 }
-DEFAULT = "exact-rne"  # the model of gfx950.run
 NULL_PAGE = 1 << 16  # numbers below are no addresses
 
 Span = tuple[int, int]  # host addresses: first byte, one past the last
@@ -66,9 +65,11 @@ class VirtualDevice:
         self.error: BaseException | None = None
         self.begin(seed)
 
-    def begin(self, seed: int) -> None:
-        """Forget what ran, and draw orders from another seed."""
+    def begin(self, seed: int, model: str | None = None) -> None:
+        """Forget what ran, and draw orders from another seed. model: another one from now on."""
         self.seed, self.results = seed, list[RunResult]()
+        if model is not None:
+            self.options["model"] = model
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -307,17 +308,15 @@ def install(seed: int = 0, **options: Any) -> VirtualDevice:
 _kept: list[Any] = []  # a generator that is collected runs its end
 
 
-def emulated(build: Build, model: str = DEFAULT) -> Build:
-    """A build that launches through FlyDSL, as one that is judged on the virtual device with a model of MODELS."""
+def emulated(build: Build) -> Build:
+    """A build that launches through FlyDSL, as one that is judged on the virtual device."""
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])
     return replace(
         build,
-        name=build.name if model == DEFAULT else f"{build.name}_{model}",
         device=ARCH,
         assumes=ASSUMPTIONS,
         requires=NEEDS,
         sources=tuple(f"{__package__}.{m.name}" for m in modules if not m.name.startswith("test_") and not m.ispkg),
-        options=(("model", model),),
     )
 
 

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, outside, registry
+from mxgate.kernels.gpu import is_emulated, is_gpu
+from mxgate.kernels.triton.builds import INTERPRETED
 
 # The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -63,14 +65,16 @@ def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
 
 DEVICES: Mapping[str, Callable[[Build], bool]] = {
     "cpu": lambda build: build.device == "cpu",
-    "emu": lambda build: build.device != "cpu",
+    "emu": lambda build: is_emulated(build.device),
+    "cuda": lambda build: is_gpu(build.device),
+    "interpreter": lambda build: build.device == "interpreter",
     "all": lambda build: True,
 }
 
 
 def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
     """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError."""
-    known = registry()
+    known = {b.id: b for b in INTERPRETED} if device == "interpreter" else registry()
     if not names:
         device = device or "cpu"
         found = [b for b in known.values() if op in (None, b.op) and DEVICES[device](b)]
@@ -547,7 +551,7 @@ def cmd_time(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     builds = list({one.build.id: one.build for _, one in held}.values())
-    if emulated := [b.id for b in builds if b.device != "cpu"]:
+    if emulated := [b.id for b in builds if is_emulated(b.device)]:
         raise UsageError(f"{', '.join(emulated)} would be emulated, which says nothing about its time on a GPU")
     with text.Watch("timing") as step:
         timings = timing.time_builds(
@@ -838,7 +842,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, emulated ones, or all (default: cpu, or what --build names)",
+        help="builds for the CPU, emulated ones, those for a GPU (cuda), Triton's interpreted on the CPU (slow: give "
+        "cases), or all but these (default: cpu, or what --build names)",
     )
     sub.add_argument(
         "--case",

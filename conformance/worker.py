@@ -540,9 +540,10 @@ class _Gpu(_Torch):
     """The same on a GPU. It has no guard pages: each array is copied between two margins that are compared after the
     launch, so a stray write shows and a stray read does not. What torch allocates is filled as NumPy's memory is."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         super().__init__()
         torch = self._torch
+        self._device = device
         self._copies: list[tuple[Array, Any]] = []
         for name in ("empty", "empty_like", "empty_strided"):
             setattr(torch, name, self._filled(getattr(torch, name)))
@@ -551,7 +552,12 @@ class _Gpu(_Torch):
         @functools.wraps(allocate)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             tensor = allocate(*args, **kwargs)
-            if tensor.is_cuda and tensor.numel() and _fill_byte is not None and tensor.is_contiguous():
+            if (
+                tensor.device.type == self._device
+                and tensor.numel()
+                and _fill_byte is not None
+                and tensor.is_contiguous()
+            ):
                 tensor.view(-1).view(self._torch.uint8).fill_(_fill_byte)
             return tensor
 
@@ -559,15 +565,15 @@ class _Gpu(_Torch):
 
     def wrap(self, array: Array) -> Any:
         size = array.nbytes
-        whole = self._torch.full((MARGIN + size + MARGIN,), CANARY, dtype=self._torch.uint8, device="cuda")
-        # Torch reads no memory it may not write; it is only told so.
+        whole = self._torch.full((MARGIN + size + MARGIN,), CANARY, dtype=self._torch.uint8, device=self._device)
         whole[MARGIN : MARGIN + size].copy_(self._torch.from_numpy(_bytes(array)))
         self._copies.append((array, whole))
         flat = whole[MARGIN : MARGIN + size]
         return flat.view(getattr(self._torch, array.dtype.name)).reshape(array.shape)
 
     def wait(self) -> None:
-        self._torch.cuda.synchronize()
+        if self._device == "cuda":
+            self._torch.cuda.synchronize()
 
     def finish(self) -> list[str]:
         self.wait()

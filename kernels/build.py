@@ -358,6 +358,7 @@ _MODULES = (
     "mxgate.kernels.torch_cpu",
     "mxgate.kernels.flydsl.wgrad",
     "mxgate.kernels.triton.builds",
+    "mxgate.kernels.torch_cuda",
 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from mxgate.kernels import torch_cuda
 from mxgate.kernels.build import BLOCK, Build
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -20,38 +21,57 @@ _PRODUCTS = (
     ("scaled", _FP8, "wgmma-bf16"),
     ("split", _ALL, "wgmma-bf16"),  # dequant with its sums in three parts
 )
+_SOURCES = (
+    f"{_PACKAGE}.codec",
+    f"{_PACKAGE}.interpreter",
+    f"{_PACKAGE}.gemm/tiles.json",
+    "mxgate.oracle.groups",
+)
 _COMMON: Mapping[str, Any] = MappingProxyType(
     {
         "arrays": "torch",
         "device": "cuda",
         "requires": ("torch", "triton"),
-        "sources": (
-            f"{_PACKAGE}.codec",
-            f"{_PACKAGE}.interpreter",
-            f"{_PACKAGE}.gemm/tiles.json",
-            "mxgate.oracle.groups",
-        ),
+        "sources": _SOURCES,
     }
 )
 
-BUILDS = tuple(
+BUILDS = (
+    *(
+        Build(
+            f"triton_{product}",
+            op,
+            f"{_PACKAGE}.gemm:{op}_{product}",
+            formats=formats,
+            out_dtypes=("bfloat16", "float16", "float32"),
+            group_alignment=BLOCK if op == "wgrad" else 1,
+            accumulator=accumulator,
+            **_COMMON,
+        )
+        for product, formats, accumulator in _PRODUCTS
+        for op in ("forward", "dgrad", "wgrad")
+    ),
     Build(
-        f"triton_{product}",
-        op,
-        f"{_PACKAGE}.gemm:{op}_{product}",
-        formats=formats,
+        "triton_moe",
+        "forward",
+        f"{_PACKAGE}.moe:forward",
+        formats=("e4m3fnuz", "e5m2fnuz"),
         out_dtypes=("bfloat16", "float16", "float32"),
-        group_alignment=BLOCK if op == "wgrad" else 1,
-        accumulator=accumulator,
-        **_COMMON,
-    )
-    for product, formats, accumulator in _PRODUCTS
-    for op in ("forward", "dgrad", "wgrad")
+        accumulator="wgmma-fp8-13bit",
+        **{**_COMMON, "sources": (*_SOURCES, f"{_PACKAGE}.gemm")},
+    ),
+    Build(
+        "triton_quantize",
+        "quantize",
+        f"{_PACKAGE}.quantize:quantize",
+        formats=_ALL,
+        **{**_COMMON, "sources": (*_SOURCES, f"{_PACKAGE}.gemm")},
+    ),
 )
 
-# The same kernels on a CPU, where Triton's interpreter runs them in float32; it has no block-scaled dot.
+# The same code on a CPU, where Triton's interpreter runs it in float32; it has no block-scaled dot.
 INTERPRETED = tuple(
     replace(build, device="interpreter", accumulator="fp32-any-order")
-    for build in BUILDS
-    if build.name != "triton_scaled"
+    for build in (*BUILDS, *torch_cuda.BUILDS)
+    if build.device == "cuda" and build.name != "triton_scaled"
 )

@@ -1,9 +1,9 @@
 """Element codes, block scales and output types inside Triton kernels, by integer arithmetic.
 
 Triton's interpreter converts FP8 wrongly: its casts take NaN codes for numbers, lose small subnormals, and round
-without a carry into the exponent. It stores bfloat16 as 16-bit integers on which arithmetic is nonsense. So nothing here leaves
-the interpreter a cast from or to FP8 or bfloat16; a GPU's own conversions are used only where NATIVE says that the
-device has them.
+without a carry into the exponent. It stores bfloat16 as 16-bit integers on which arithmetic is nonsense. So nothing
+here leaves the interpreter a cast from or to FP8, or a sum in bfloat16; a GPU's own conversions are used only where
+NATIVE says that the device has them.
 
 A format is a number inside a kernel, an index of FORMAT_NAMES.
 """

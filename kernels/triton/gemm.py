@@ -213,6 +213,7 @@ def rows_kernel(
     bias_ptr,
     out_ptr,
     route_ptr,
+    far_ptr,
     m,
     n,
     length,
@@ -234,6 +235,7 @@ def rows_kernel(
     EXPERTS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    REPAIR: tl.constexpr,
     OUT: tl.constexpr,
     SPLIT: tl.constexpr,
     SUPER: tl.constexpr,
@@ -252,7 +254,7 @@ def rows_kernel(
     """out [m, n] (with SPLIT > 1 float32 [SPLIT, m, n]) of a [m, length] and b [experts, n, length].
 
     route_ptr: int32 ends of the groups [experts], or with GROUP_ROWS > 0 the expert of every GROUP_ROWS rows, where
-    -1 means nobody's. EXPERTS: a power of two above the number of experts.
+    -1 means nobody's. EXPERTS: a power of two above the number of experts. REPAIR: do nothing where far_ptr holds 0.
     """
     which = tl.arange(0, EXPERTS)
     if GROUP_ROWS == 0:
@@ -268,6 +270,8 @@ def rows_kernel(
         high = tl.sum(count, 0)
     else:
         high = tl.cdiv(m, BM)
+    if REPAIR:
+        high = tl.where(tl.load(far_ptr) == 0, 0, high)
     wide = tl.cdiv(n, BN)
     for job in range(tl.program_id(0), high * wide * SPLIT, tl.num_programs(0)):
         part = job % SPLIT
@@ -349,6 +353,7 @@ def wgrad_kernel(
     b_scales_ptr,
     out_ptr,
     offsets_ptr,
+    far_ptr,
     m,
     n,
     k,
@@ -364,6 +369,7 @@ def wgrad_kernel(
     out_e,
     out_r,
     out_c,
+    REPAIR: tl.constexpr,
     OUT: tl.constexpr,
     SPLIT: tl.constexpr,
     SUPER: tl.constexpr,
@@ -382,7 +388,10 @@ def wgrad_kernel(
     """out [experts, n, k] (with SPLIT > 1 float32 [SPLIT, experts, n, k]) of a [n, m] and b [k, m]."""
     high = tl.cdiv(n, BM)
     wide = tl.cdiv(k, BN)
-    for job in range(tl.program_id(0), experts * high * wide * SPLIT, tl.num_programs(0)):
+    jobs = experts * high * wide * SPLIT
+    if REPAIR:
+        jobs = tl.where(tl.load(far_ptr) == 0, 0, jobs)
+    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
         part = job % SPLIT
         tile = job // SPLIT
         expert = tile // (high * wide)
@@ -392,7 +401,8 @@ def wgrad_kernel(
         start = tl.minimum(tl.maximum(start, 0), m) // BLOCK * BLOCK
         end = tl.minimum(tl.maximum(end, start), m)
         share = tl.cdiv(tl.cdiv(end - start, BLOCK), SPLIT) * BLOCK
-        low = tl.minimum(start + part * share, end)
+        # Whole blocks, and so that the compiler sees it: otherwise it loads bytes one by one.
+        low = tl.minimum(start + part * share, end) // BLOCK * BLOCK
         stop = tl.minimum(low + share, end)
         rows = tile_row * BM + tl.arange(0, BM)
         columns = tile_column * BN + tl.arange(0, BN)
@@ -531,8 +541,9 @@ def tile_for(device: Device, kind: str, product: str, tile: Tile | None) -> Tile
 
 
 def default_product(device: Device) -> str:
-    """The way that is quickest where it was measured (sm90), or native (Blackwell, gfx950)."""
-    return "scaled" if device.name in ("sm100", "sm103", "gfx950") else "dequant"
+    """What is native (block-scaled dots of Blackwell and gfx950, gfx942's FP8 dots), else dequant. Not measured yet."""
+    native = {"sm100": "scaled", "sm103": "scaled", "gfx950": "scaled", "gfx942": "blocks"}
+    return native.get(device.name, "dequant")
 
 
 @dataclass(frozen=True)
@@ -648,8 +659,12 @@ def rows_gemm(
     product: str | None = None,
     split: int = 1,
     tile: Tile | None = None,
+    only_if: Tensor | None = None,
 ) -> Tensor:
-    """out [M, columns]: a [M, L], b with its columns and its contraction on `axes` and its experts on axis 0."""
+    """out [M, columns]: a [M, L], b with its columns and its contraction on `axes` and its experts on axis 0.
+
+    only_if: int32 [1] on the device; where it holds 0, `out` stays as it is.
+    """
     m, length = a.codes.shape
     column, contraction = axes
     experts, n = b.codes.shape[0], b.codes.shape[column]
@@ -681,6 +696,7 @@ def rows_gemm(
         result if bias is None else bias,
         parts,
         route,
+        route if only_if is None else only_if,
         m,
         n,
         length,
@@ -694,6 +710,7 @@ def rows_gemm(
         EXPERTS=triton.next_power_of_2(experts + 1),
         GROUP_ROWS=group_rows,
         HAS_BIAS=bias is not None,
+        REPAIR=only_if is not None,
         OUT=TL_TYPES[result.dtype],
         SPLIT=split,
         A_FORMAT=a.format,
@@ -717,8 +734,9 @@ def columns_gemm(
     product: str | None = None,
     split: int = 1,
     tile: Tile | None = None,
+    only_if: Tensor | None = None,
 ) -> Tensor:
-    """out [E, N, K]: a [N, M] and b [K, M], summed over each expert's part of M."""
+    """out [E, N, K]: a [N, M] and b [K, M], summed over each expert's part of M. only_if: as in rows_gemm."""
     (n, m), k, experts = a.codes.shape, b.codes.shape[0], len(offsets)
     if b.codes.shape[1] != m:
         raise ValueError(f"one operand holds {m} tokens and the other {b.codes.shape[1]}")
@@ -742,6 +760,7 @@ def columns_gemm(
         b.scales,
         parts,
         offsets,
+        offsets if only_if is None else only_if,
         m,
         n,
         k,
@@ -751,6 +770,7 @@ def columns_gemm(
         *b.codes.stride(),
         *b.scales.stride(),
         *result.stride(),
+        REPAIR=only_if is not None,
         OUT=TL_TYPES[result.dtype],
         SPLIT=split,
         A_FORMAT=a.format,

@@ -47,6 +47,11 @@ def bits(result: Any) -> Any:
     return result.contiguous().view(kind).cpu().numpy().view(f"u{result.element_size()}")
 
 
+# For calls with operands that come as a list, of which no type checker can count the members.
+forward: Any = gemm.forward
+moe_gemm: Any = moe.moe_gemm
+
+
 def same(got: Any, want: Any) -> bool:
     return bool(np.array_equal(bits(got), bits(want)))
 
@@ -230,20 +235,20 @@ def test_a_callers_buffer_with_a_pitch(make: Any, op: str) -> None:
 
 
 def test_wrong_arguments_are_refused(make: Any) -> None:
-    args = [tensor(a) for a in make("forward", (21, 30), 32, 64)]
+    args: Any = [tensor(a) for a in make("forward", (21, 30), 32, 64)]
     for offsets, said in (([30, 21], "no decrease"), ([-1, 30], "0 or more"), ([21, 500], "past the buffer")):
         with pytest.raises(ValueError, match=said):
-            gemm.forward(*args[:4], torch.tensor(offsets, dtype=torch.int32, device=DEVICE), check=True)
+            forward(*args[:4], torch.tensor(offsets, dtype=torch.int32, device=DEVICE), check=True)
     with pytest.raises(ValueError, match="expected one of dequant, blocks, scaled"):
-        gemm.forward(*args, product="fast")
+        forward(*args, product="fast")
     with pytest.raises(ValueError, match="scales have shape"):
-        gemm.forward(args[0], args[1][:, :1], *args[2:])
+        forward(args[0], args[1][:, :1], *args[2:])
     with pytest.raises(TypeError, match="int32"):
-        gemm.forward(*args[:4], args[4].to(torch.int64))
+        forward(*args[:4], args[4].to(torch.int64))
     with pytest.raises(ValueError, match="cross row groups"):
-        gemm.forward(*args[:4], torch.zeros(2, dtype=torch.int32, device=DEVICE), group_rows=48)
+        forward(*args[:4], torch.zeros(2, dtype=torch.int32, device=DEVICE), group_rows=48)
     with pytest.raises(ValueError, match="bias has shape"):
-        gemm.forward(*args, bias=torch.zeros(2, 31, device=DEVICE))
+        forward(*args, bias=torch.zeros(2, 31, device=DEVICE))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -253,13 +258,13 @@ def test_wrong_arguments_are_refused(make: Any) -> None:
 def test_moe_gemm_routes_by_sizes_and_zeroes_what_nobody_owns(make: Any) -> None:
     args = make("forward", (21, 0, 30), 32, 64, buffer=96, formats=("e4m3fnuz", "e4m3fnuz"))
     sizes = torch.tensor([21, 0, 30], device=DEVICE)
-    given = [tensor(a) for a in args[:4]]
+    given: Any = [tensor(a) for a in args[:4]]
     out = torch.full((96, 32), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-    assert same(moe.moe_gemm(*given, sizes, out=out, product="blocks"), reference.forward(*args))
+    assert same(moe_gemm(*given, sizes, out=out, product="blocks"), reference.forward(*args))
     with pytest.raises(ValueError, match="block is 128; expected 32"):
-        moe.moe_gemm(*given, sizes, block=128)
+        moe_gemm(*given, sizes, block=128)
     with pytest.raises(ValueError, match="expected float8_e4m3fnuz"):
-        moe.moe_gemm(given[0].view(torch.float8_e4m3fn), *given[1:], sizes)
+        moe_gemm(given[0].view(torch.float8_e4m3fn), *given[1:], sizes)
 
 
 def test_the_files_tile_reaches_the_launch(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +306,8 @@ def _numbers(shape: tuple[int, ...], dtype: Any) -> Any:
 def test_quantizer_gives_the_oracles_bytes(name: str, dtype: Any) -> None:
     for shape, axis in (((64, 96), 1), ((64, 80), 0), ((2, 64, 48), 1), ((2, 64, 96), (-2, -1))):
         x = _numbers(shape, dtype)
-        for options in ({}, {"rounding": "stochastic", "seed": 11}):
+        ways: Any = ({}, {"rounding": "stochastic", "seed": 11})
+        for options in ways:
             block: Any = (32, 32) if isinstance(axis, tuple) else 32
             want = quantize(x, axis=axis, format=name, block=block, **options)
             elements, scales = quantizer.quantize(tensor(x), axis, format=name, **options)

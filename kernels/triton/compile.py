@@ -51,7 +51,7 @@ def jobs(target: str) -> Iterator[Job]:
     """Every way that a launch on the target specialises a kernel, but for strides."""
     for product in gemm.PRODUCTS:
         for formats in ((0, 0), (1, 0), (2, 2)):
-            if product == "scaled" and 2 in formats:
+            if product == "scaled" and (2 in formats or not NATIVE[target]):
                 continue
             for split in (1, 3) if (product, formats) == ("dequant", (0, 0)) else (1,):
                 yield from _gemms(target, product, formats, split)

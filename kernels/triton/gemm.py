@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxgate.kernels.build import Unavailable
 from mxgate.kernels.triton.codec import (
     BLOCK,
     FORMAT_NAMES,
@@ -604,13 +605,16 @@ def check_route(offsets: Tensor, length: int, align: int, check: bool) -> None:
 
 
 def choices(device: Device, product: str | None, *formats: int) -> dict[str, Any]:
-    """The kernels' arguments that the device, the formats and the way to multiply decide. ValueError."""
+    """The kernels' arguments that the device, the formats and the way to multiply decide. ValueError, Unavailable."""
     product = default_product(device) if product is None else product
     if product not in PRODUCTS:
         raise ValueError(f"unknown product {product!r}; expected one of {', '.join(PRODUCTS)}")
-    if product == "scaled" and (device.interpreted or any(f > 1 for f in formats)):
-        names = " and ".join(FORMAT_NAMES[f] for f in formats)
-        raise ValueError(f"product 'scaled' takes e4m3fn and e5m2 on a GPU, not {names} on {device.name}")
+    if product == "scaled" and any(f > 1 for f in formats):
+        raise ValueError(
+            f"product 'scaled' takes e4m3fn and e5m2, not {' and '.join(FORMAT_NAMES[f] for f in formats)}"
+        )
+    if product == "scaled" and not device.native:
+        raise Unavailable(f"Triton has no block-scaled dot on {device.name}; use product='dequant' or 'blocks'")
     return {
         "PRODUCT": PRODUCTS.index(product),
         "NATIVE": bool(device.native),

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from mxgate.kernels import numpy_reference as reference
 from mxgate.kernels import torch_cuda
+from mxgate.kernels.build import Unavailable
 from mxgate.kernels.triton import codec, gemm, moe
 from mxgate.kernels.triton import quantize as quantizer
 from mxgate.oracle import quantize
@@ -241,6 +242,9 @@ def test_wrong_arguments_are_refused(make: Any) -> None:
             forward(*args[:4], torch.tensor(offsets, dtype=torch.int32, device=DEVICE), check=True)
     with pytest.raises(ValueError, match="expected one of dequant, blocks, scaled"):
         forward(*args, product="fast")
+    if INTERPRETED:
+        with pytest.raises(Unavailable, match="no block-scaled dot on interpreter"):
+            forward(*args, product="scaled")
     with pytest.raises(ValueError, match="scales have shape"):
         forward(args[0], args[1][:, :1], *args[2:])
     with pytest.raises(TypeError, match="int32"):

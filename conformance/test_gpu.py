@@ -24,7 +24,6 @@ from mxgate.kernels.gpu import Gpu, is_emulated, is_gpu
 from mxgate.kernels.triton.builds import BUILDS, INTERPRETED
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-CASE = "wgrad/64x96/single/exact-sum"
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ def test_each_device_has_its_builds() -> None:
         kinds = {(is_gpu(b.device), is_emulated(b.device), b.device == "interpreter") for b in builds}
         assert len(kinds) == 1, device
     assert {b.device for b in chosen["cuda"]} == {"cuda", "sm100"}
-    assert not {b.name for b in chosen["interpreter"]} & {"triton_scaled", "torch_scaled"}
+    assert not {b.name for b in chosen["interpreter"]} & {"triton_scaled", "torch_scaled", "torch_two_pass"}
     assert choose_builds([], None) == chosen["cpu"]
     assert choose_builds(["triton_dequant"], "wgrad")[0].device == "cuda"
     with pytest.raises(UsageError, match="does not run with --device cuda"):
@@ -114,15 +113,20 @@ def test_a_stray_write_beside_an_array_shows(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["triton_split", "torch_two_pass"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("wgrad/triton_split", "wgrad/64x96/single/exact-sum"),
+        ("quantize/triton_quantize", "quantize/64x192/axis1/special"),
+    ],
+)
 def test_one_case_from_end_to_end_in_the_interpreter(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every launch of the plan passes; a single case is no accept, hence the exit code."""
     monkeypatch.chdir(tmp_path)
-    args = ["run", "--device", "interpreter", "--build", name, "--op", "wgrad", "--case", CASE, "--out", "out"]
-    assert main(args) == 3
-    text = capsys.readouterr().out
-    assert "REJECT" not in text
-    for gate in ("contract", "reproducible", "padding", "exact"):
-        assert f'"{gate}": "pass"' in Path("out/results.jsonl").read_text()
+    assert main(["run", "--device", "interpreter", "--build", name, "--case", case, "--out", "out"]) == 3
+    assert "REJECT" not in capsys.readouterr().out
+    text = Path("out/results.jsonl").read_text()
+    for gate in ("contract", "reproducible", "exact"):
+        assert f'"{gate}": "pass"' in text

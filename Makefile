@@ -48,4 +48,5 @@ $(VENV)/.lint: $(VENV)/.test
 	@$(PIP) -e '.[lint]'
 	@mkdir -p $(VENV)/typing/mxgate
 	@for p in oracle kernels conformance fixtures; do ln -sfn ../../../$$p $(VENV)/typing/mxgate/$$p; done
+	@ln -sfn ../../../fixtures/capture $(VENV)/typing/mxgate/capture
 	@touch $@

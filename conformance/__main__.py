@@ -1,4 +1,4 @@
-"""The command line: mxgate run, list, faults, explain, time, inspect, bench-oracle, bench-emulator, fixtures, report.
+"""The command line: mxgate run, report, list, faults, explain, minimize, time, inspect, bench-*, fixtures.
 
 Exit codes, everywhere: 0 all accepted, 1 something rejected, 2 bad usage or input, 3 inconclusive. Bad input is one
 line on standard error: what is wrong and what was expected. With --json standard output is one JSON document.
@@ -16,12 +16,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, outside, registry
+from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, outside, registry
 from mxgate.kernels.gpu import is_emulated, is_gpu
 from mxgate.kernels.triton.builds import INTERPRETED
 
@@ -72,8 +72,12 @@ DEVICES: Mapping[str, Callable[[Build], bool]] = {
 }
 
 
-def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError."""
+def choose_builds(names: Sequence[str], op: str | None, device: str | None = None, tier: str = "smoke") -> list[Build]:
+    """The builds that --build, --op and --device (of DEVICES) mean; those for the CPU without. Raises UsageError.
+
+    With --device emu an outside build is one that launches through FlyDSL; above the smoke tier it is judged under
+    every model of the matrix core.
+    """
     known = {b.id: b for b in INTERPRETED} if device == "interpreter" else registry()
     if not names:
         device = device or "cpu"
@@ -83,7 +87,12 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
         return found
     chosen: dict[str, Build] = {}
     for name in names:
-        for build in _builds_named(name, op, known):
+        found = _builds_named(name, op, known)
+        if device == "emu" and (":" in name or name.endswith(".py")):
+            from mxgate.kernels.gfx950 import MODELS, virtual
+
+            found = [virtual.emulated(b, m) for b in found for m in (MODELS if tier != "smoke" else [virtual.DEFAULT])]
+        for build in found:
             if chosen.get(build.id, build) != build:
                 raise UsageError(f"two different builds are called {build.id}: give them to two runs")
             chosen[build.id] = build
@@ -131,13 +140,24 @@ def _outside(target: str, op: str | None) -> Build:
         raise UsageError(f"{target!r} names no build: {error}") from None
 
 
-def choose_cases(patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int) -> list[Any]:
-    """The tier's cases of the ops, or those whose id matches one of the patterns. Raises UsageError."""
+def choose_cases(
+    patterns: Sequence[str], ops: Iterable[str], tier: str, salt: int, files: Sequence[Path] = ()
+) -> list[Any]:
+    """The tier's cases of the ops, or the calls recorded in files; of these those whose id matches one of the patterns.
+
+    Raises UsageError.
+    """
     from mxgate.conformance.case import cases, salted
 
     tiers = ("smoke", "production") if tier == "production" else (tier,)
     all_ops = list(dict.fromkeys(ops))
     listed = list({c.id: c for t in tiers for op in all_ops for c in cases(op, t)}.values())
+    if files:
+        if salt:
+            raise UsageError("recorded calls have no other data; leave out --seed")
+        listed = [c for c in _recorded(files).values() if c.op in all_ops]
+        if not listed:
+            raise UsageError(f"{', '.join(map(str, files))} holds no call of {', '.join(all_ops)}")
     if patterns:
         chosen: dict[str, Any] = {}
         for pattern in patterns:
@@ -161,9 +181,18 @@ def _case_named(pattern: str, ops: Sequence[str], listed: Sequence[Any]) -> Any:
     raise UsageError(unknown("case", pattern, [c.id for c in listed], " (see `mxgate list cases`)"))
 
 
-def _case(name: str) -> Any:
+def _recorded(files: Iterable[Path]) -> dict[str, Any]:
+    """The recorded calls of some files as cases, by id."""
+    from mxgate.conformance import recorded
+
+    return {case.id: case for path in files for case in recorded.cases(path)}
+
+
+def _case(name: str, files: Iterable[str | Path] = ()) -> Any:
     from mxgate.conformance.case import case_by_id
 
+    if (case := _recorded(map(Path, files)).get(name)) is not None:
+        return case
     try:
         return case_by_id(name)
     except ValueError as error:
@@ -240,8 +269,10 @@ def cmd_run(args: argparse.Namespace) -> int:
     from mxgate.conformance.run import run
 
     settings = _settings(args)
-    builds = choose_builds(args.build, args.op, args.device)
-    cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed)
+    builds = choose_builds(args.build, args.op, args.device, args.tier)
+    cases = choose_cases(args.case, [b.op for b in builds], args.tier, args.seed, args.cases)
+    if args.cases and not args.build:
+        builds = [b for b in builds if any(c.op == b.op for c in cases)]
     if lost := [b.id for b in builds if not any(c.op == b.op for c in cases)]:
         if args.build:
             raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
@@ -253,9 +284,23 @@ def cmd_run(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         STATE.mkdir(exist_ok=True)
         (STATE / "last-run").write_text(str(out.resolve()))
-    with text.Watch("cases") as step:
+    with text.Watch("cases") as step, _emulating(args.device):
         report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
-    return _finish(report, out, args.json, args.device)
+    return _finish(report, out, args.json, args.device, args.html)
+
+
+@contextlib.contextmanager
+def _emulating(device: str | None) -> Iterator[None]:
+    """With --device emu children emulate even where there is the GPU."""
+    before = os.environ.get(EMULATE)
+    if device == "emu":
+        os.environ[EMULATE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(EMULATE, None)
+        if before is not None:
+            os.environ[EMULATE] = before
 
 
 def _folder(out: Path) -> Path:
@@ -266,9 +311,9 @@ def _folder(out: Path) -> Path:
     return out
 
 
-def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) -> int:
-    """Write run.json, junit.xml and the certificates, and print the verdicts; of emulated builds alone also what they
-    take for granted."""
+def _finish(report: Any, out: Path, as_json: bool, device: str | None = None, html: Path | None = None) -> int:
+    """Write run.json, junit.xml, the certificates and an HTML report, and print the verdicts; of emulated builds alone
+    also what they take for granted."""
     from mxgate.conformance import certificate
     from mxgate.conformance import report as text
 
@@ -279,10 +324,13 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) ->
         "limits": asdict(report.settings.limits),
         "builds": [asdict(b) for b in report.builds],
         "cases": [c.id for c in report.cases],
+        "files": sorted({c.source for c in report.cases if c.source}),
     }
     (out / "run.json").write_text(json.dumps(plan, indent=1) + "\n")
     (out / "junit.xml").write_bytes(text.junit(report))
     written = certificate.write_all(report, out / "certificates")
+    if html is not None:
+        _write_html(report, html, out)
     if as_json:
         _print_json(text.document(report, {"out": str(out), "certificates": [str(path) for path in written]}))
     else:
@@ -290,6 +338,25 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) ->
         text.print_run(report, to, assumptions=device == "emu")
         to.print(f"wrote {out}/results.jsonl, junit.xml" + (f", {len(written)} certificates" if written else ""))
     return int(report.exit_code)
+
+
+def _write_html(report: Any, path: Path, out: Path) -> None:
+    from mxgate.conformance import report as text
+    from mxgate.kernels.flydsl import budget
+
+    try:
+        from mxgate.conformance import html
+    except ImportError as error:
+        raise UsageError(f"--html needs {error.name}, which is not installed: pip install 'mxgate[report]'") from None
+    ledgers = {}
+    for build in report.builds:
+        with contextlib.suppress(Unavailable):
+            if build.id in budget.KERNELS_OF:
+                ledgers[build.id] = budget.inspect(build.id)
+    timed = out / "timings.jsonl"
+    timings = [json.loads(line) for line in timed.read_text().splitlines()] if timed.exists() else []
+    with text.Watch("report") as step:
+        html.write(report, path, ledgers=ledgers, timings=timings, watch=step)
 
 
 def _try_loading(build: Build, limits: Any) -> None:
@@ -314,7 +381,7 @@ def cmd_report(args: argparse.Namespace) -> int:
     if any(plan["stamp"] != plans[0]["stamp"] for plan in plans):
         raise UsageError("these runs are not parts of one: their tiers, limits, gates or mxgate versions differ")
     builds = {b.id: b for plan in plans for b in plan["builds"]}
-    cases = {name: _case(name) for plan in plans for name in plan["cases"]}
+    cases = {name: _case(name, plan["files"]) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
     settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
     if stamp != settings.stamp:
@@ -336,7 +403,7 @@ def cmd_report(args: argparse.Namespace) -> int:
         warnings=tuple(warnings),
     )
     apart = STATE / "report" if len(args.folder) > 1 else args.folder[0]
-    return _finish(report, _folder(args.out or apart), args.json)
+    return _finish(report, _folder(args.out or apart), args.json, html=args.html)
 
 
 def _plan(folder: Path) -> dict[str, Any]:
@@ -349,7 +416,7 @@ def _plan(folder: Path) -> dict[str, Any]:
         plan["builds"] = [build_from(record) for record in plan["builds"]]
         plan["limits"] = Limits(**plan["limits"])
         sound = (
-            all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"]))
+            all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"], *plan["files"]))
             and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())
             and plan["tier"] in TIERS
             and bool(plan["gates"])
@@ -617,6 +684,50 @@ def _met(row: Mapping[str, Any]) -> bool | None:
 # inspect, bench-emulator
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# train
+
+
+def cmd_train(args: argparse.Namespace) -> int:
+    try:
+        from mxgate.conformance import training
+    except ImportError as error:
+        raise UsageError(f"training needs {error.name}, which is not installed: pip install 'mxgate[torch]'") from None
+    from mxgate.conformance import report as text
+
+    names = args.recipe or list(training.RECIPES)
+    for name in names:
+        if name not in training.RECIPES:
+            raise UsageError(unknown("recipe", name, list(training.RECIPES)))
+    builds = {op: f"{op}/torch_dequant" for op in training.OPS}
+    for build in choose_builds(args.build, None) if args.build else ():
+        if build.op not in builds:
+            raise UsageError(f"{build.id} computes {build.op}; expected builds of {', '.join(builds)}")
+        builds[build.op] = build.id
+    recipes = training.recipes(names, {op: choose_builds([name], op)[0] for op, name in builds.items()})
+    with text.Watch("steps") as step:
+        curves = training.compare(recipes, args.steps, step)
+    out = _folder(args.out)
+    records = [{"recipe": c.name, "losses": c.losses, "distance": c.distance, "accepted": c.accepted} for c in curves]
+    (out / "losses.json").write_text(json.dumps({"builds": builds, "steps": args.steps, "curves": records}) + "\n")
+    wrote = f"{out}/losses.json"
+    with contextlib.suppress(ImportError):  # the plot is an extra
+        training.plot(curves, out / "losses.svg")
+        wrote += ", losses.svg"
+    code = int(not all(c.accepted for c in curves))
+    if args.json:
+        _print_json({"command": "train", "builds": builds, "limit": training.LIMIT, "curves": records, "exit": code})
+        return code
+    to = text.console()
+    rows = [
+        [c.name, f"{c.last:.4f}", f"{c.distance:.4f}", "accept" if c.accepted else text.cell("reject")] for c in curves
+    ]
+    text.table(to, ["recipe", "last loss", "distance", "verdict"], rows, ["last loss", "distance"])
+    text.say(to, f"{', '.join(builds.values())}; {args.steps} steps; losses in nats a character, means of")
+    text.say(to, f"{training.WINDOW} steps; distance from bf16 at most {training.LIMIT}; wrote {wrote}")
+    return code
+
+
 def cmd_inspect(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
     from mxgate.kernels.flydsl import budget
@@ -737,10 +848,35 @@ def cmd_explain(args: argparse.Namespace) -> int:
         text.say(to)
         for line in explain(evidence, findings[0]):
             text.say(to, line)
+        if build.op != "quantize":
+            text.say(to, f"next: mxgate minimize --build {build_name(build)} --case '{case.id}'")
     if others:
         text.say(to)
         text.say(to, f"{others} more rejected results in this run; choose with --build and --case")
     return 1
+
+
+def cmd_minimize(args: argparse.Namespace) -> int:
+    build, case, tier, _ = _failure(args)
+    from mxgate.conformance import report as text
+    from mxgate.conformance.minimize import NotFailingError, minimize
+    from mxgate.conformance.run import Runner
+
+    to = text.console()
+    with Runner(_plain_settings(tier, args)) as runner, text.Watch("runs") as step:
+        try:
+            found = minimize(runner, build, case, args.out, lambda tried, left: step(tried, 0, left))
+        except NotFailingError as error:
+            raise UsageError(str(error)) from None
+    text.say(to, f"{build.id} on {case.id}: {found.gate} still rejects it after {found.tried} runs with")
+    text.say(to, f"{found.kept.words} (of {found.whole.words})", 2)
+    text.say(to, f"wrote {args.out}; replay it: mxgate run --build {build_name(build)} --cases {args.out}")
+    return 1
+
+
+def build_name(build: Build) -> str:
+    """What --build takes for it, with --op where an outside file needs it."""
+    return build.id if build.id in registry() or build.name.startswith("fault_") else f"{build.target} --op {build.op}"
 
 
 def _plain_settings(tier: str, args: argparse.Namespace) -> Any:
@@ -779,11 +915,11 @@ def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     # Signature cases tell most about what went wrong.
     failed.sort(key=lambda r: ("/signature" not in r.case, r.case))
     args.given = False
-    return builds[failed[0].build], _case(failed[0].case), plan["tier"], len(failed) - 1
+    return builds[failed[0].build], _case(failed[0].case, plan["files"]), plan["tier"], len(failed) - 1
 
 
 def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
-    case = _case(args.case)
+    case = _case(args.case, args.cases)
     return choose_builds([args.build], case.op)[0], case, "smoke", 0
 
 
@@ -830,6 +966,19 @@ def _parser() -> argparse.ArgumentParser:
     def as_json(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
+    def as_html(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--html", type=Path, metavar="FILE", help="also one offline file with pictures of what failed")
+
+    def recorded(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "--cases",
+            action="append",
+            default=[],
+            type=Path,
+            metavar="FILE",
+            help="the calls recorded in this file (mxgate.capture, minimize) instead of the tier's cases",
+        )
+
     sub = command("run", cmd_run, "run builds through the gates and print a verdict for each")
     sub.add_argument("--op", choices=list(OPS), help="only this op (and what an outside --build computes)")
     sub.add_argument(
@@ -842,8 +991,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, emulated ones, those for a GPU (cuda), Triton's interpreted on the CPU (slow: give "
-        "cases), or all but these (default: cpu, or what --build names)",
+        help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), for a GPU (cuda), Triton's "
+        "interpreted on the CPU (slow: give cases), or all but these (default: cpu, or what --build names)",
     )
     sub.add_argument(
         "--case",
@@ -852,6 +1001,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ID",
         help="a case id or a pattern such as 'wgrad/*/signature'; may be repeated",
     )
+    recorded(sub)
     sub.add_argument(
         "--gate", action="append", metavar="NAME", help="only this gate; may be repeated (never enough for an accept)"
     )
@@ -873,6 +1023,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
     jobs(sub)
     limits(sub, None)
+    as_html(sub)
     as_json(sub)
 
     sub = command("report", cmd_report, "put the results of several runs (shards) together")
@@ -883,6 +1034,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where junit.xml and certificates go (default: the folder itself; of several, .mxgate/report)",
     )
+    as_html(sub)
     as_json(sub)
 
     sub = command("faults", cmd_faults, "hold every wrong build against the gate that must reject it")
@@ -916,6 +1068,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
     sub.add_argument("--build", metavar="NAME", help="this build")
     sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
+    recorded(sub)
+    limits(sub)
+
+    sub = command("minimize", cmd_minimize, "shrink a rejected case to the least that is still rejected")
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
+    sub.add_argument("--build", metavar="NAME", help="this build")
+    sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
+    recorded(sub)
+    sub.add_argument(
+        "--out", type=Path, default=Path("minimal.safetensors"), metavar="FILE", help="default: minimal.safetensors"
+    )
     limits(sub)
 
     sub = command("time", cmd_time, "time builds that hold a certificate, interleaved, on one thread")
@@ -930,6 +1093,17 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("bench-oracle", cmd_bench_oracle, "time the oracle beside torchao and beside float32 products")
     sub.add_argument("--quick", action="store_true", help="small sizes, on which no target is judged")
+    as_json(sub)
+
+    sub = command("train", cmd_train, "train a toy mixture of experts in MXFP8 beside BF16 and compare the losses")
+    sub.add_argument("--steps", type=_COUNT, default=300, metavar="N", help="training steps (default 300)")
+    sub.add_argument(
+        "--recipe", action="append", metavar="NAME", help="such as 'e4m3' or 'e5m2 gradients'; repeatable (default all)"
+    )
+    sub.add_argument(
+        "--build", action="append", default=[], metavar="NAME", help="a build to train on, at most one an op"
+    )
+    sub.add_argument("--out", type=Path, default=STATE / "training", metavar="DIR", help="default .mxgate/training")
     as_json(sub)
 
     sub = command("inspect", cmd_inspect, "count what the machine code of an emulated build costs")

@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from mxgate.fixtures import CAPTURED, store
 from mxgate.kernels.build import OPS
 
+# Families on which every legitimate kernel gives the same bits.
+EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal")
+
 
 @dataclass(frozen=True)
 class Case:
@@ -31,7 +34,7 @@ class Case:
     out_dtype: "bfloat16", "float16" or "float32". What fills the buffer past the tokens is a poison's business.
 
     A quantize case has an input [n,k], or [E,n,k] with E zeros for sizes; its routing names the axis ("axis0"), its
-    out_dtype is the input's type, and it has no buffer.
+    out_dtype is the input's type, and it has no buffer. source: the file of a recorded case (recorded.py).
     """
 
     op: str
@@ -45,6 +48,7 @@ class Case:
     formats: tuple[str, str] = ("e4m3fn", "e4m3fn")
     out_dtype: str = "bfloat16"
     salt: int = 0
+    source: str = ""
 
     @property
     def id(self) -> str:
@@ -54,6 +58,11 @@ class Case:
         if self.out_dtype != "bfloat16":
             name += f"+{self.out_dtype}"
         return name + (f"@{self.salt}" if self.salt else "")
+
+    @property
+    def kind(self) -> str:
+        """The family whose rules hold: of "recorded-special", what is left of a special case, "special"."""
+        return self.family.removeprefix("recorded-")
 
     @property
     def seed(self) -> int:

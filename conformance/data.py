@@ -19,7 +19,7 @@ special       exact-sum with NaN, infinity, and the scale bytes 0xFF and 0xFE pu
 bias          a zero operand, so that an output is its bias, 100 * expert + column.
 bias-sum      exact-sum and a bias in half units, added before the one rounding.
 subnormal     exact-sum so far down that outputs are subnormal numbers of the output type.
-normal, heavy-tailed, cancellation, captured: rounded on the way, held to the interval.
+normal, heavy-tailed, cancellation, captured, recorded: rounded on the way, held to the interval.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from mxgate import oracle
 from mxgate.conformance.case import Case, captured
 from mxgate.conformance.launch import Operands
 from mxgate.conformance.poison import COPIED, POISONS, STALE
+from mxgate.conformance.recorded import planes as recorded
 from mxgate.kernels.build import OPS
 from mxgate.oracle import Answer
 from mxgate.oracle.formats import E8M0, FORMATS, SCALE_BIAS, SCALE_NAN, U8, decode_table, random_bits
@@ -51,8 +52,6 @@ Planes = tuple[U8, U8]  # element codes [rows, length] and scale codes [rows, le
 # The largest sum |a||b| of an exact family, in units of its smallest product; of exact-sum cases that are too large for
 # an exact answer the one up to which bfloat16 holds every integer, as the Freivalds check is sharpest then.
 BUDGET, LARGE_BUDGET = 1 << 13, 1 << 8
-# Families on which every legitimate kernel gives the same bits.
-EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal")
 # Multiply-adds above which there is no Answer and the Freivalds check judges.
 LARGE = 1 << 36
 
@@ -420,7 +419,7 @@ def _draw_cancelling(f: Frame, side: int, rows: slice) -> F32:
     return x
 
 
-# "captured" is not here: its planes come from a file (_captured).
+# "captured" is not here, nor what was recorded: their planes come from files.
 FAMILIES: Mapping[str, Callable[[Frame, int], Planes]] = MappingProxyType(
     {
         "exact-sum": _exact_sum,
@@ -588,9 +587,11 @@ def _captured(case: Case) -> tuple[Planes, Planes]:
 
 @lru_cache(maxsize=2)
 def _planes(case: Case) -> tuple[Planes, Planes]:
-    """The planes of A and B, tokens only (of a captured case all there is); never written to again."""
+    """The planes of A and B, tokens only (of what comes from a file all there is); never written to again."""
     if case.family == "captured":
         return _captured(case)
+    if case.source:
+        return recorded(case)
     f = frame(case)
     both = FAMILIES[case.family](f, 0), FAMILIES[case.family](f, 1)
     for plane in (*both[0], *both[1]):
@@ -603,7 +604,8 @@ def variants(case: Case) -> tuple[str, ...]:
     and "copied". A case whose buffer is full has one name only, and one without tokens cannot be cut to them."""
     if case.op == "quantize" or case.buffer == case.tokens:
         return ("nan",)
-    return (*POISONS, *((STALE,) if case.family == "captured" else ()), *((COPIED,) if case.tokens else ()))
+    real = case.family == "captured" or case.source
+    return (*POISONS, *((STALE,) if real else ()), *((COPIED,) if case.tokens else ()))
 
 
 def _pad(case: Case, planes: Planes, format: str, axis: int, name: str, variant: str) -> Planes:

@@ -124,15 +124,16 @@ def _groups(e: Evidence, array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
 
 
 def _range(indices: I64, total: int, name: str) -> str:
-    """ "all 64 rows", "row 5", "rows 3, 7, 11", "rows 16..31", "17 of 64 rows (0, 1, 5, 6 ...)"."""
+    """ "all 64 rows", "row 5", "rows 3, 7, 11", "rows 16..31", "17 of 64 rows (0, 1, 5, 6 ...)"; of "n", "all 64 n"."""
+    many = name if len(name) == 1 else f"{name}s"
     if indices.size == total:
-        return f"all {total} {name}s"
+        return f"all {total} {many}"
     if indices.size == 1:
         return f"{name} {indices[0]}"
     if int(indices[-1] - indices[0]) + 1 == indices.size:
-        return f"{name}s {indices[0]}..{indices[-1]}"
+        return f"{many} {indices[0]}..{indices[-1]}"
     first = ", ".join(str(i) for i in indices[:4])
-    return f"{name}s {first}" if indices.size <= 4 else f"{indices.size} of {total} {name}s ({first} ...)"
+    return f"{many} {first}" if indices.size <= 4 else f"{indices.size} of {total} {many} ({first} ...)"
 
 
 def _facts(e: Evidence, got: Array, want: Array, wrong: Bool) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mxgate.conformance.case import Case
-from mxgate.conformance.data import EXACT, is_large, variants
+from mxgate.conformance.case import EXACT, Case
+from mxgate.conformance.data import is_large, variants
 from mxgate.conformance.launch import FILL_FINITE, FILL_NAN, Array, Evidence, Launch, LaunchSpec
 from mxgate.conformance.poison import COPIED
 from mxgate.conformance.verdict import GATES, Finding, Outcome
@@ -357,7 +357,7 @@ def _spoilt(e: Evidence, out: Array) -> Bool:
 
 def exact(e: Evidence) -> Result:
     """Bit for bit the one right answer, where the data leave no room for another (EXACT; for quantize always)."""
-    if e.case.op != "quantize" and e.case.family not in EXACT:
+    if e.case.op != "quantize" and e.case.kind not in EXACT:
         return SILENT
     base = _base("exact", e)
     if isinstance(base, Finding):
@@ -380,7 +380,7 @@ def exact(e: Evidence) -> Result:
 
 def bounded(e: Evidence) -> Result:
     """Every element inside the interval that the build's accumulator may reach."""
-    if e.case.op == "quantize" or e.case.family in EXACT:
+    if e.case.op == "quantize" or e.case.kind in EXACT:
         return SILENT  # on exact data the exact gate says more
     base = _base("bounded", e)
     if isinstance(base, Finding):
@@ -438,7 +438,7 @@ def empty(e: Evidence) -> Result:
 
 def special(e: Evidence) -> Result:
     """NaN exactly where it must be, infinities with their sign, and neither anywhere else."""
-    if e.case.family != "special":
+    if e.case.kind != "special":
         return SILENT
     base = _base("special", e)
     if isinstance(base, Finding):

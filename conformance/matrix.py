@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mxgate.conformance import data
-from mxgate.conformance.case import Case, cases, salted
+from mxgate.conformance.case import EXACT, Case, cases, salted
 from mxgate.conformance.rules import RULES, verdicts
 from mxgate.conformance.run import Runner, Settings, order
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
@@ -140,8 +139,8 @@ def _row(runner: Runner, fault: Fault) -> Row:
 _SPEAKS: Mapping[str, Callable[[Case], bool]] = {
     "special": lambda case: case.family == "special",
     "empty": lambda case: 0 in case.sizes,
-    "exact": lambda case: case.family in data.EXACT,
-    "bounded": lambda case: case.family not in data.EXACT,
+    "exact": lambda case: case.family in EXACT,
+    "bounded": lambda case: case.family not in EXACT,
 }
 
 

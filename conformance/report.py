@@ -83,7 +83,8 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
     """The table (build x gate) and, for everything that was not accepted, a first screen.
 
     assumptions: print what emulated builds take for granted about their GPU, not only how much of it there is."""
-    narrow = to.width < WIDTH
+    # The gates and the verdict have 73 columns; a longer name gets the short words too.
+    narrow = to.width < WIDTH or max((len(v.build) for v in report.verdicts), default=0) > WIDTH - 73
     rows = [
         [
             Text(verdict.build),
@@ -177,6 +178,8 @@ def _advice(verdict: Verdict, report: RunReport) -> str:
     missing = [gate for gate in needed if verdict.gates.get(gate) is Outcome.SILENT]
     if verdict.reason.endswith(("were not asked for", "needs every gate")):
         return "next: for a verdict, run again without --case and --gate"
+    if verdict.reason.endswith("takes a whole tier"):
+        return "next: for a verdict, run again without --cases"
     if verdict.reason.endswith("have no result yet"):
         return "next: run the other shards into the same --out, then mxgate report"
     return f"nothing on these cases speaks to {', '.join(missing)}; run more cases" if missing else "run more cases"
@@ -459,4 +462,4 @@ class Watch:
             self._progress = Progress(*columns, console=console(sys.stderr), transient=True)
             self._task = self._progress.add_task(self._what, total=total, at="")
             self._progress.start()
-        self._progress.update(self._task, completed=done, total=total, at=at[:40])
+        self._progress.update(self._task, completed=done, total=total or None, at=at[:40])

@@ -566,6 +566,9 @@ def summarise(
         elif verdict.word in ("accept", "inconclusive") and settings.gates != GATES:
             only = f"only {', '.join(settings.gates)} was asked for; an accept needs every gate"
             verdict = replace(verdict, word="inconclusive", reason=only)
+        elif verdict.word in ("accept", "inconclusive") and _passed_recorded(cases, verdict):
+            calls = sum(c.op == b.op for c in cases)
+            verdict = replace(verdict, word="inconclusive", reason=f"passed {calls} recorded calls; {_WHOLE_TIER}")
         elif verdict.word == "accept" and (missing := left_out(b.op, settings.tier, cases)):
             some = f"passed, but {missing} cases of the {settings.tier} tier were not asked for"
             verdict = replace(verdict, word="inconclusive", reason=some)
@@ -574,6 +577,14 @@ def summarise(
     return RunReport(
         tuple(builds), tuple(cases), settings, results, tuple(verdicts), missing=sum(lacking.values()), **counts
     )
+
+
+_WHOLE_TIER = "an accept takes a whole tier"
+
+
+def _passed_recorded(cases: Sequence[Case], verdict: Verdict) -> bool:
+    """Whether all that was asked for are recorded calls, and every gate that speaks of those has passed."""
+    return all(c.source for c in cases) and not set(verdict.gates.values()) - {Outcome.PASS, Outcome.SILENT}
 
 
 def left_out(op: str, tier: str, cases: Sequence[Case]) -> int:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mxgate.conformance import data
-from mxgate.conformance.case import ROUTINGS, Case, case_by_id, cases, salted
-from mxgate.conformance.data import BUDGET, EXACT, frame, signature
+from mxgate.conformance.case import EXACT, ROUTINGS, Case, case_by_id, cases, salted
+from mxgate.conformance.data import BUDGET, frame, signature
 from mxgate.conformance.launch import digest
 from mxgate.conformance.poison import COPIED, POISONS, STALE
 from mxgate.kernels.build import OPS

@@ -15,13 +15,15 @@ from rich.console import Console
 
 from mxgate.conformance import certificate, gates, report
 from mxgate.conformance import run as runner
-from mxgate.conformance.__main__ import main
+from mxgate.conformance.__main__ import choose_builds, main
 from mxgate.conformance.case import case_by_id
 from mxgate.conformance.run import RunReport, Settings, summarise
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
 from mxgate.kernels import gfx950
-from mxgate.kernels.build import registry
+from mxgate.kernels.build import HIP, find, hip, registry
+from mxgate.kernels.flydsl import compile as isa
 from mxgate.kernels.flydsl.budget import BUDGET
+from mxgate.kernels.gfx950 import virtual
 from mxgate.kernels.gpu import is_emulated
 
 
@@ -77,6 +79,75 @@ def test_a_hazard_is_a_rejection_that_says_where(source: Path, capsys: pytest.Ca
     finding = verdict["first_finding"]
     assert isinstance(finding, dict) and finding["gate"] == "contract"
     assert all(word in finding["what"] for word in ("HazardError", "plain_bytes: ", " line ", "`", " wave ")), finding
+
+
+OUTSIDE = """
+import torch
+from mxgate.kernels.gfx950.sample import dense, launched
+
+wgrad = launched.wgrad
+
+def racing(*operands):
+    planes = [torch.zeros(64, 128, dtype=torch.uint8), torch.zeros(64, 128, dtype=torch.uint8)]
+    scales = [torch.full((64, 4), 127, dtype=torch.uint8), torch.full((64, 4), 127, dtype=torch.uint8)]
+    product = torch.zeros(64, 64)
+    try:
+        addresses = [t.data_ptr() for t in (*planes, *scales, product)]
+        dense.build("no-wait")(*addresses, 64, 64, 128, 0)
+    except RuntimeError:
+        pass
+    return launched.wgrad(*operands)
+"""
+needs_flydsl = pytest.mark.skipif(not isa.available(), reason="flydsl and torch are not installed")
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLYDSL_RUNTIME_CACHE_DIR", str(tmp_path / "kept"))
+    (tmp_path / "mine.py").write_text(OUTSIDE)
+    return tmp_path / "mine.py"
+
+
+@needs_flydsl
+def test_an_outside_launch_is_judged_on_the_emulator(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--op", "wgrad", "--device", "emu", "--case", "wgrad/32x48/17blocks/all-scales", "--build")
+    code, verdict = run(capsys, *words, f"{outside}:wgrad")
+    gates = dict(verdict["gates"])  # type: ignore[call-overload]
+    assert code == 3 and "special did not run" in str(verdict["reason"]), verdict
+    assert all(gates[gate] == "pass" for gate in ("contract", "reproducible", "padding")), gates
+    assert Outcome.REJECT.value not in gates.values()
+    assert verdict["device"] == "gfx950" and verdict["assumes"] == list(gfx950.ASSUMPTIONS)
+    code, verdict = run(capsys, *words, f"{outside}:racing")
+    finding = verdict["first_finding"]
+    assert code == 1 and isinstance(finding, dict) and finding["gate"] == "contract"
+    assert all(word in finding["what"] for word in ("HazardError: dense_no_wait", " line ", "`", " wave ")), finding
+
+
+@needs_flydsl
+@pytest.mark.skipif(hip(), reason="there is HIP here")
+def test_a_launch_without_a_gpu_is_refused_in_time(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, verdict = run(capsys, "--op", "wgrad", "--build", f"{outside}:wgrad", "--case", CASE)
+    assert code == 3 and verdict["verdict"] == "inconclusive" and verdict["assumes"] == []
+    finding = verdict["first_finding"]
+    assert isinstance(finding, dict) and finding["gate"] == "contract"
+    assert f"there is no {HIP} here: give --device emu" in finding["what"]
+
+
+def test_above_the_smoke_tier_every_model_judges(outside: Path) -> None:
+    chosen = {tier: choose_builds([f"{outside}:wgrad"], "wgrad", "emu", tier) for tier in ("smoke", "full")}
+    assert [b.options for b in chosen["full"]] == [(("model", model),) for model in gfx950.MODELS]
+    assert chosen["smoke"] == chosen["full"][:1] and len({b.id for b in chosen["full"]}) == len(gfx950.MODELS)
+
+
+def test_without_flydsl_an_outside_launch_is_not_loaded(
+    outside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(virtual, "NEEDS", ("flydsl_is_not_there",))
+    with pytest.raises(ModuleNotFoundError, match="the virtual gfx950 needs flydsl_is_not_there, not installed here"):
+        virtual.install()
+    build = virtual.emulated(find("wgrad", f"{outside}:wgrad"))
+    assert build.declines(case_by_id(CASE)) == "needs flydsl_is_not_there, which is not installed"
 
 
 def test_the_simplest_rung_passes_on_a_case(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

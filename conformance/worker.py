@@ -35,7 +35,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -46,9 +46,12 @@ from numpy.typing import NDArray
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
 from mxgate.kernels import build as build_module
-from mxgate.kernels.build import OPS, Build, BuildError, Unavailable
+from mxgate.kernels.build import HIP, OPS, Build, BuildError, Unavailable, hip
 from mxgate.kernels.gpu import is_emulated, is_gpu
 
+_EMULATOR = os.path.join(os.path.dirname(str(build_module.__file__)), "gfx950")
+# FlyDSL looks at this before each launch, and raises when it is not its backend's. A launch would abort the process.
+_NO_LAUNCH = {"FLYDSL_RUNTIME_KIND": "none"}
 CANARY = 0xA5
 MARGIN = 256  # canary bytes kept in front of every operand and output
 GAP = 40  # elements between the rows of a pitched output
@@ -168,7 +171,7 @@ class Child:
                 "out_dtype": None if case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype,
                 "shape": shape,
                 "dtype": dtype,
-                "seed": _seed(case, spec) if "seed" in self.keywords and is_emulated(self.build.device) else None,
+                "seed": _seed(case, spec) if is_emulated(self.build.device) else None,
                 "most": _most(shape),
             }
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
@@ -599,6 +602,29 @@ def _a(noun: str) -> str:
     return f"{'an' if noun[:1] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
+def _virtual_device(model: str) -> Any:
+    from mxgate.kernels.gfx950 import virtual  # not for every child: it takes a while
+
+    return virtual.install(model=model)
+
+
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """What a build meets for want of a GPU, or of an instruction in the emulator, says nothing about the build."""
+    try:
+        yield
+    except ValueError as error:
+        emulator = sys.modules.get("mxgate.kernels.gfx950")
+        if emulator is None or not isinstance(error, emulator.TextError):
+            raise
+        raise Unavailable(f"launches machine code that the emulator does not understand: {error}") from None
+    except RuntimeError as error:
+        if not all(name in str(error) and os.environ.get(name) == value for name, value in _NO_LAUNCH.items()):
+            raise
+        why = f"launches a FlyDSL kernel, and there is no {HIP} here"
+        raise Unavailable(f"{why}: give --device emu to run it on the emulator") from None
+
+
 class _Server:
     """One build and the operands of the case at hand."""
 
@@ -614,8 +640,16 @@ class _Server:
         self.torch = (_Gpu if is_gpu(self.build.device) else _Torch)() if self.build.arrays == "torch" else None
         for name in ("empty", "empty_like"):
             setattr(np, name, _filled(getattr(np, name)))
-        self.function = self.build.load()
-        return {"keywords": _keywords(self.function)}
+        # Of the emulated builds those that need FlyDSL launch through it; ours may run from committed machine code.
+        self.device = None
+        if self.build.device != "cpu" and "flydsl" in self.build.requires:
+            self.device = _virtual_device(dict(self.build.options)["model"])
+        if self.device is None and not hip():
+            os.environ.update(_NO_LAUNCH)
+        with _understood():
+            self.function = self.build.load()
+        self.keywords = _keywords(self.function)
+        return {"keywords": self.keywords}
 
     def operands(self, header: dict[str, Any], blobs: list[Array]) -> dict[str, Any]:
         if header["case"] != self.case:
@@ -648,10 +682,10 @@ class _Server:
         out = _Out(header) if header["out"] != "none" else None
         if out is not None:
             keywords["out"] = out.view if self.torch is None else self.torch.strided(out)
-        if header["seed"] is not None:
+        if header["seed"] is not None and "seed" in self.keywords:
             keywords["seed"] = header["seed"]
         _fill_allocations(header["fill"])
-        returned = self.function(*positional, **keywords)
+        returned = self._launch(header["seed"], positional, keywords)
         beside = self.torch.finish() if self.torch else []
         parts = [np.ascontiguousarray(out.view)] if out is not None else self.unwrap(returned)
         total = sum(part.nbytes for part in parts)
@@ -674,6 +708,15 @@ class _Server:
             "inputs_changed": changed,
             "aliases": aliases,
         }, parts
+
+    def _launch(self, seed: int | None, positional: list[Any], keywords: dict[str, Any]) -> Any:
+        if self.device is not None:
+            self.device.begin(seed or 0)
+        with _understood():
+            returned = self.function(*positional, **keywords)
+        if self.device is not None:
+            self.device.check()  # not in the launch itself, which the build may have wrapped in a `try`
+        return returned
 
     def unwrap(self, returned: Any) -> list[Array]:
         values = returned if self.build.op == "quantize" else (returned,)
@@ -744,7 +787,7 @@ def _complaint(error: BaseException) -> str:
     if isinstance(error, _Returned | BuildError | Unavailable):
         return str(error)
     # Neither our own lines nor importlib's: both stand around the build's.
-    own = (__file__, str(build_module.__file__), "<frozen")
+    own = (__file__, str(build_module.__file__), _EMULATOR, "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
     at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     text = " ".join(str(error).split())

@@ -8,6 +8,7 @@ Its fingerprint hashes all of that and its source files, so a certificate dies w
 from __future__ import annotations
 
 import ast
+import ctypes
 import hashlib
 import importlib
 import importlib.machinery
@@ -55,6 +56,8 @@ OPS: Mapping[str, Op] = MappingProxyType(
 
 
 BLOCK = 32  # tokens under one scale: what every wgrad group is a multiple of
+HIP = "libamdhip64.so.7"  # the runtime of AMD's GPUs
+EMULATE = "MXGATE_EMULATE"  # in the environment: 1 keeps emulated builds off a GPU that is there
 
 
 class CaseLike(Protocol):
@@ -196,6 +199,15 @@ class Build:
         if self.replaces is not None and (ancestor := registry().get(self.replaces)) is not None:
             digest.update(ancestor.fingerprint().encode())
         return digest.hexdigest()
+
+
+def hip() -> bool:
+    """Whether HIP is here. Without it a launch of FlyDSL's aborts the process."""
+    try:
+        ctypes.CDLL(HIP)
+    except OSError:
+        return False
+    return True
 
 
 def version(package: str) -> str:

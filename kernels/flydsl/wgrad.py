@@ -7,10 +7,10 @@ buffers: the emulator of gfx950 with NumPy arrays, or, where there is a gfx950 w
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mxgate.kernels import flydsl, gfx950
-from mxgate.kernels.build import Build
+from mxgate.kernels.build import EMULATE, HIP, Build, Unavailable, hip
 from mxgate.kernels.flydsl import compile as isa
+from mxgate.kernels.gfx950 import virtual
 from mxgate.oracle.groups import check_offsets
 
 Array = NDArray[Any]
@@ -99,20 +100,18 @@ def launch_plan(rung: str, n: int, k: int, m: int, experts: int) -> Plan:
 # ---------------------------------------------------------------- running a plan
 
 
-@functools.cache
 def on_gpu() -> bool:
-    """Whether a plan can run on a gfx950 here. Without the HIP runtime FlyDSL's launch aborts the process."""
-    try:
-        ctypes.CDLL("libamdhip64.so.7")
-    except OSError:
+    """Whether a plan runs on a gfx950 here: there is one, with HIP, and nobody asked for the emulator."""
+    return os.environ.get(EMULATE) != "1" and virtual.current() is None and _gfx950()
+
+
+@functools.cache
+def _gfx950() -> bool:
+    if not hip():
         return False
     import torch
 
-    return bool(torch.cuda.is_available()) and "gfx950" in torch.cuda.get_device_properties(0).gcnArchName
-
-
-class HazardError(RuntimeError):
-    """The kernels gave an answer, but one that the hardware need not give."""
+    return bool(torch.cuda.is_available()) and isa.ARCH in torch.cuda.get_device_properties(0).gcnArchName
 
 
 @functools.cache
@@ -130,19 +129,24 @@ def emulate(plan: Plan, buffers: Mapping[str, Array], **options: Any) -> tuple[g
         arguments = [buffers[a] if isinstance(a, str) else a for a in call.arguments]
         blocks, threads = (call.blocks, 1, 1), (call.threads, 1, 1)
         result = gfx950.run(_parsed(call.kernel), arguments, blocks, threads, **options)
-        if result.findings:
-            raise HazardError(f"{call.kernel}: {len(result.findings)} hazards, the first: {result.findings[0]}")
+        result.check()
         results.append(result)
     return tuple(results)
 
 
 def launch(plan: Plan, buffers: Mapping[str, Array]) -> None:
-    """Run a plan on the GPU. Not run by anybody yet: there was no gfx950 to run it on."""
+    """Run a plan through FlyDSL's launchers: under gfx950.virtual_device on the emulator, else on the GPU.
+
+    On a GPU nobody has run it yet: there was no gfx950. Raises Unavailable where there is neither.
+    """
+    place = "cpu" if virtual.current() else "cuda"
+    if place == "cuda" and not _gfx950():
+        raise Unavailable(f"launches on a {isa.ARCH}, which needs {HIP}: run under gfx950.virtual_device()")
     import torch
 
     from mxgate.kernels.flydsl import device
 
-    there = {name: torch.from_numpy(a.reshape(-1).view(np.uint8)).cuda() for name, a in buffers.items()}
+    there = {name: torch.from_numpy(a.reshape(-1).view(np.uint8)).to(place) for name, a in buffers.items()}
     stream = torch.cuda.current_stream().cuda_stream
     for call in plan.calls:
         values = [there[a].data_ptr() if isinstance(a, str) else a for a in call.arguments]
@@ -185,63 +189,30 @@ def _wgrad(rung: str, operands: tuple[Array, ...], out: Array | None, **options:
     return out
 
 
-def simplest(
-    dy_t: Array,
-    dy_scales: Array,
-    x_t: Array,
-    x_scales: Array,
-    offsets: Array,
-    *,
-    out: Array | None = None,
-    seed: int = 0,
-) -> Array:
-    """A wave for 64 x 64 outputs, loading straight into registers. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("simplest", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
+def _rung(rung: str, what: str, **options: Any) -> Callable[..., Array]:
+    def wgrad(
+        dy_t: Array,
+        dy_scales: Array,
+        x_t: Array,
+        x_scales: Array,
+        offsets: Array,
+        *,
+        out: Array | None = None,
+        seed: int = 0,
+    ) -> Array:
+        return _wgrad(rung, (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, **options)
+
+    wgrad.__doc__ = f"{what} Operands as in _wgrad; seed: the emulator's."
+    return wgrad
 
 
-def plain(
-    dy_t: Array,
-    dy_scales: Array,
-    x_t: Array,
-    x_scales: Array,
-    offsets: Array,
-    *,
-    out: Array | None = None,
-    seed: int = 0,
-) -> Array:
-    """The pipelined body on scales as they come. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("plain", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
+simplest = _rung("simplest", "A wave for 64 x 64 outputs, loading straight into registers.")
+plain = _rung("plain", "The pipelined body on scales as they come.")
+shipping = _rung("shipping", "The pipelined body on shuffled scales.")
+shipping_cdna3 = _rung("shipping", "The shipping rung on a matrix core that adds as CDNA3's does.", model="cdna3-like")
 
 
-def shipping(
-    dy_t: Array,
-    dy_scales: Array,
-    x_t: Array,
-    x_scales: Array,
-    offsets: Array,
-    *,
-    out: Array | None = None,
-    seed: int = 0,
-) -> Array:
-    """The pipelined body on shuffled scales. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed)
-
-
-def shipping_cdna3(
-    dy_t: Array,
-    dy_scales: Array,
-    x_t: Array,
-    x_scales: Array,
-    offsets: Array,
-    *,
-    out: Array | None = None,
-    seed: int = 0,
-) -> Array:
-    """The shipping rung on a matrix core that adds as CDNA3's does. Operands as in _wgrad; seed: the emulator's."""
-    return _wgrad("shipping", (dy_t, dy_scales, x_t, x_scales, offsets), out, seed=seed, model="cdna3-like")
-
-
-_NOT_RUN = ("bench", "budget", "ledger", "mutants", "sample")  # modules that no build's answer depends on
+_NOT_RUN = ("bench", "budget", "ledger", "mutants", "sample", "virtual")  # modules that no build's answer depends on
 _SHARED: dict[str, Any] = {
     "op": "wgrad",
     "formats": ("e4m3fn",),

@@ -59,6 +59,10 @@ class Finding:
         )
 
 
+class HazardError(RuntimeError):
+    """Kernels gave an answer, but one that the hardware need not give."""
+
+
 class Recorder:
     """Findings by (kind, line, detail's kind): the first is kept whole, the rest are counted."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mxgate.kernels.gfx950 import memory
-from mxgate.kernels.gfx950.hazards import Access, Finding, Judge, LdsShadow, Recorder, StoreShadow
+from mxgate.kernels.gfx950.hazards import Access, Finding, HazardError, Judge, LdsShadow, Recorder, StoreShadow
 from mxgate.kernels.gfx950.memory import Memory, gather, scatter
 from mxgate.kernels.gfx950.mfma import FORMS, MODELS
 from mxgate.kernels.gfx950.plan import BRANCHES, Entry, Plan, Program, program
@@ -79,6 +79,11 @@ class RunResult:
             2 * FORMS[i.base].rows ** 2 * FORMS[i.base].k if i.base in FORMS else 0 for i in self.kernel.instructions
         ]
         return int((self.executed * np.array(work, np.int64)).sum())
+
+    def check(self) -> None:
+        """Raise HazardError when there are findings."""
+        if self.findings:
+            raise HazardError(f"{self.kernel.name}: {len(self.findings)} hazards, the first: {self.findings[0]}")
 
 
 class Machine:
@@ -233,7 +238,16 @@ def _granules(kernel: Kernel) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------------- arguments
-Value = Any  # an array (a device buffer), an int or float of the argument's size, or its raw bytes
+Value = Any  # an array (a device buffer), an int or float of the argument's size, its raw bytes, or a Packed
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """An argument's bytes with device addresses among them. pointers: where in the bytes, and whither: a device buffer
+    (as an array among the arguments) and a byte offset into it."""
+
+    content: bytes
+    pointers: Mapping[int, tuple[Array, int]]
 
 
 def _explicit(kernel: Kernel) -> tuple[Argument, ...]:
@@ -245,7 +259,8 @@ def _pairs(kernel: Kernel, args: Sequence[Value] | Mapping[int, Value]) -> list[
         known = {a.offset: a for a in kernel.arguments}
         out = []
         for offset, value in sorted(args.items()):
-            size = 8 if isinstance(value, np.ndarray) else len(value) if isinstance(value, bytes) else 0
+            content = value.content if isinstance(value, Packed) else value
+            size = 8 if isinstance(value, np.ndarray) else len(content) if isinstance(content, bytes) else 0
             a = known.get(offset) or Argument(offset, size, "by_value", "")
             if not a.size:
                 raise RunError(
@@ -259,12 +274,24 @@ def _pairs(kernel: Kernel, args: Sequence[Value] | Mapping[int, Value]) -> list[
     return list(zip(wanted, args, strict=True))
 
 
-def _encode(kernel: Kernel, a: Argument, value: Value, address: int | None) -> bytes:
+def _buffers(value: Value) -> list[Array]:
+    """The device buffers that an argument points to."""
+    if isinstance(value, Packed):
+        return [array for array, _ in value.pointers.values()]
+    return [value] if isinstance(value, np.ndarray) else []
+
+
+def _encode(kernel: Kernel, a: Argument, value: Value, address: Callable[[Array], int]) -> bytes:
     where = f"kernel {kernel.name}: argument at offset {a.offset}"
-    if address is not None:
+    if isinstance(value, np.ndarray):
         if a.size != 8:
             raise RunError(f"{where} holds {a.size} bytes, an array needs 8")
-        return address.to_bytes(8, "little")
+        return address(value).to_bytes(8, "little")
+    if isinstance(value, Packed):
+        content = bytearray(value.content)
+        for at, (array, offset) in value.pointers.items():
+            content[at : at + 8] = (address(array) + offset).to_bytes(8, "little")
+        value = bytes(content)
     if isinstance(value, bytes):
         if len(value) != a.size:
             raise RunError(f"{where} holds {a.size} bytes, found {len(value)}")
@@ -318,8 +345,9 @@ def run(
     """Run a kernel on a grid of workgroups; arrays among `args` are device buffers and hold what the kernel stored.
 
     args: one value an explicit argument, or a mapping from kernarg offset to value. An array (C-contiguous) is an
-    allocation of its own and passes its address; the same array twice is one allocation. grid: workgroups; block: work
-    items (default: what the kernel requires). limit: instructions a wave may execute. Raises RunError and TextError.
+    allocation of its own and passes its address; the same array twice is one allocation; Packed puts addresses inside
+    an argument. grid: workgroups; block: work items (default: what the kernel requires). limit: instructions a wave
+    may execute. Raises RunError and TextError.
     """
     if model not in MODELS:
         raise RunError(f"unknown arithmetic model {model!r}, expected one of {', '.join(MODELS)}")
@@ -334,12 +362,11 @@ def run(
         raise RunError(f"{kernel.lds_bytes + dynamic_lds} bytes of LDS, a compute unit has {LDS_LIMIT}")
     pairs = _pairs(kernel, args)
     arrays: list[Array] = []
-    for _, v in pairs:
-        if isinstance(v, np.ndarray):
-            if not v.flags.c_contiguous:
-                raise RunError(f"kernel {kernel.name}: a device buffer must be C-contiguous")
-            if not any(v is x for x in arrays):
-                arrays.append(v)
+    for v in (v for _, value in pairs for v in _buffers(value)):
+        if not v.flags.c_contiguous:
+            raise RunError(f"kernel {kernel.name}: a device buffer must be C-contiguous")
+        if not any(v is x for x in arrays):
+            arrays.append(v)
     waves_each = (threads + 63) // 64
     total = groups[0] * groups[1] * groups[2]
     lanes = total * waves_each * 64
@@ -350,13 +377,16 @@ def run(
         mem.bytes[mem.starts[k] : mem.ends[k]] = x.reshape(-1).view(np.uint8)
     n = len(arrays)
     kernarg = np.zeros(kernarg_bytes, np.uint8)
+
+    def address(array: Array) -> int:
+        return next(mem.address(k) for k, x in enumerate(arrays) if x is array)
+
     for a, v in pairs:
         if a.offset + a.size > kernel.kernarg_bytes:
             raise RunError(
                 f"argument at {a.offset} of {a.size} bytes ends past the {kernel.kernarg_bytes} bytes of kernargs"
             )
-        place = next((mem.address(k) for k, x in enumerate(arrays) if x is v), None)
-        kernarg[a.offset : a.offset + a.size] = np.frombuffer(_encode(kernel, a, v, place), np.uint8)
+        kernarg[a.offset : a.offset + a.size] = np.frombuffer(_encode(kernel, a, v, address), np.uint8)
     for a in kernel.arguments:
         if a.kind in _HIDDEN and not isinstance(args, Mapping):
             value = _HIDDEN[a.kind](groups, items)
@@ -373,12 +403,13 @@ def run(
     launch = _Launch(machine, code, groups, items, mem.address(n), mem.address(n + 1), kernarg, limit)
     order = machine.random.permutation(total)
     batch = max(1, min(batch, MEMORY // machine.workgroup_bytes()))
-    with one_blas_thread():
+    with one_blas_thread(), np.errstate(all="ignore"):  # lanes that are off hold noise
         for at in range(0, total, batch):
             launch.batch(order[at : at + batch])
     for k, x in enumerate(arrays):
-        if x.flags.writeable:
-            x.reshape(-1).view(np.uint8)[:] = mem.bytes[mem.starts[k] : mem.ends[k]]
+        held, now = x.reshape(-1).view(np.uint8), mem.bytes[mem.starts[k] : mem.ends[k]]
+        if x.flags.writeable and not np.array_equal(held, now):  # memory that may not be written stays untouched
+            held[:] = now
     executed = np.zeros(len(kernel.instructions), np.int64)
     for p in code.plans.values():
         executed[p.instructions] += p.executions

@@ -346,8 +346,23 @@ def _finding(kind: str, inst: Instruction, register: int, text: str) -> Op:
     return report
 
 
+def _upper(step: Step) -> tuple[int, int] | None:
+    """The upper words of a 64-bit multiply-add's addend and result, where both are vector registers.
+
+    Compilers use the instruction for 32-bit sums and leave the upper half of the addend to chance. It reaches nothing
+    but the upper half of the result: reading it is no fault, using that half would be.
+    """
+    if step.inst.base not in ("v_mad_u64_u32", "v_mad_i64_i32"):
+        return None
+    result, addend = step.inst.operands[0], step.inst.operands[-1]
+    if (addend.kind, result.kind) != ("v", "v") or step.reads.count(addend.index + 1) > 1:
+        return None  # a factor as well
+    return addend.index + 1, result.index + 1
+
+
 def _check(step: Step, kernel: Kernel) -> Op:
-    reads = np.array(sorted(set(step.reads)), np.intp)
+    upper = _upper(step)
+    reads = np.array(sorted(set(step.reads) - ({upper[0]} if upper else set())), np.intp)
 
     def check(st: Waves) -> None:
         if st.initialised[reads].all():
@@ -364,9 +379,15 @@ def _check(step: Step, kernel: Kernel) -> Op:
 
 
 def _mark(step: Step) -> Op:
-    writes = np.array(sorted(set(step.writes)), np.intp)
+    upper = _upper(step)
+    writes = np.array(sorted(set(step.writes) - ({upper[1]} if upper else set())), np.intp)
 
     def mark(st: Waves) -> None:
+        if upper is not None:
+            addend, result = upper
+            known: Array = np.where(st.mask, st.known(addend), st.known(result))
+            st.initialised[result] = bool(known.all())
+            st.partial[result] = known
         # v_writelane writes one lane of a register that only v_readlane reads, so it counts as whole.
         whole = st.full or step.every_lane or step.kind == "lane"
         for r in writes:

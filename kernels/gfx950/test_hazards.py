@@ -105,6 +105,21 @@ def test_register_overwritten_while_its_load_is_out() -> None:
     assert only(r).kind == "register-overwritten"
 
 
+def test_the_upper_half_of_an_addend_reaches_the_upper_half_of_the_sum() -> None:
+    mad = "v_mov_b32_e32 v30, 7\nv_mad_u64_u32 v[{0}:{1}], s[2:3], v0, v1, v[30:31]\nv_mov_b32_e32 v2, v{2}"
+    assert not launch(mad.format(30, 31, 30))[0].findings
+    assert not launch(mad.format(32, 33, 32))[0].findings
+    for high in (31, 33):
+        f = only(launch(mad.format(high - 1, high, high))[0])
+        assert (f.kind, f.address, f.count) == ("register-uninitialised", high, 64)
+    written = "v_mov_b32_e32 v31, 0\n" + mad.format(32, 33, 33)
+    assert not launch(written)[0].findings
+    f = only(launch("v_mad_u64_u32 v[32:33], s[2:3], v0, v1, v[30:31]")[0])
+    assert f.address == 30, "the lower half is read"
+    body = "v_mov_b32_e32 v30, 7\nv_mad_u64_u32 v[32:33], s[2:3], v31, v1, v[30:31]"
+    assert only(launch(body)[0]).address == 31, "and so is a factor"
+
+
 def test_uninitialised_registers() -> None:
     f = only(launch("v_add_u32_e32 v2, v30, v1")[0])
     assert (f.kind, f.count, f.address) == ("register-uninitialised", 64, 30)

@@ -1,0 +1,94 @@
+"""The HTML report. Not shown here: how it looks (Chromium, 390 and 1280 pixels wide, light and dark, was looked at)."""
+
+from __future__ import annotations
+
+import html.parser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from mxgate.conformance.__main__ import main
+from mxgate.conformance.html import _outside_by, _pooled
+
+CASES = ["--case", "wgrad/64x96/ramp1.5/signature", "--case", "wgrad/64x96/ramp1.5/normal"]
+
+
+class Page(html.parser.HTMLParser):
+    """Ids, link targets, everything that would be loaded, and whether tags are closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if "id" in found:
+            self.ids.append(found["id"] or "")
+        if tag == "a":
+            self.links.append(found["href"] or "")
+        self.loaded += [
+            v or "" for k, v in attrs if k in ("src", "xlink:href", "data") and not (v or "").startswith("#")
+        ]
+        if tag in ("section", "table", "figure", "div", "main", "details"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("section", "table", "figure", "div", "main", "details"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_report_is_one_file_that_says_what_the_terminal_says(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "report.html"
+    builds = ["--build", "wgrad/fault_last_block_twice", "--build", "wgrad/numpy_windowed"]
+    assert main(["run", *builds, *CASES, "--out", str(tmp_path / "out"), "--html", str(path)]) == 1
+    text = path.read_text(encoding="utf-8")
+    page = Page(text)
+    assert not page.open
+    assert all(source.startswith("data:") for source in page.loaded)
+    assert "@import" not in text and "<script" not in text and "<link" not in text
+    for link in page.links:
+        assert link.startswith("#") and link[1:] in page.ids
+    assert "the last block of the contraction is counted twice" in page.text
+    assert "wgrad/64x96/ramp1.5/signature" in page.text and "REJECT" in page.text
+    assert text.count('role="img"') == 5  # four experts and the histogram
+    first = capsys.readouterr().out
+    assert "REJECT wgrad/fault_last_block_twice" in first
+    assert main(["report", str(tmp_path / "out"), "--html", str(tmp_path / "again.html")]) == 1
+    assert Page((tmp_path / "again.html").read_text(encoding="utf-8")).links == page.links
+
+
+def test_markup_in_a_builds_own_words_stays_text(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def wgrad(dy_t, dy_scales, x_t, x_scales, offsets):\n    raise ValueError('<script>alert(1)</script>')\n"
+    )
+    out = ["--out", str(tmp_path / "out"), "--html", str(tmp_path / "r.html")]
+    assert main(["run", "--build", f"{mine}:wgrad", *CASES, *out]) == 1
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<script>" not in text and "&lt;script&gt;" in text
+
+
+def test_one_wrong_element_stays_in_sight() -> None:
+    value = np.zeros((1000, 2000))
+    value[777, 1234] = 5.0
+    pooled = _pooled(value)
+    assert pooled.shape == (96, 96) and np.count_nonzero(pooled) == 1 and pooled.max() == 5
+
+
+def test_distances_from_an_interval() -> None:
+    out = np.array([1.0, 2.0, 2.0000002, np.nan, np.nan, 1.0], np.float32)
+    lo, hi = np.array([1.0, 1.0, 1.0, 1.0, np.nan, np.nan]), np.array([1.0, 2.0, 2.0, 1.0, np.nan, np.nan])
+    assert _outside_by(out, lo, hi).tolist() == [0, 0, 1, -1, 0, -1]

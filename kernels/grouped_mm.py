@@ -1,0 +1,196 @@
+"""Train on any accepted triple of builds: an autograd function, and a weight that sends grouped_mm to it.
+
+Every operand is quantized along the axis that its GEMM contracts, so X and dY are quantized along both axes and W along
+both of its own: the gradient of a quantized product is not the transpose of what the forward pass used.
+
+torch is imported here; nothing of the CPU gate imports this module.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from mxgate import oracle
+from mxgate.kernels.build import BLOCK, Build, BuildError, registry
+
+OPS = ("forward", "dgrad", "wgrad")
+_ELEMENTS = {name: getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train: the builds of the three GEMMs and what they are given.
+
+    activations, weights, gradients: element formats. profile: of oracle.PROFILES. stochastic: round gradients so, with
+    `seed` and the number of the call. BuildError for builds of other ops, or that do not take the formats.
+    """
+
+    forward: Build
+    dgrad: Build
+    wgrad: Build
+    activations: str = "e4m3fn"
+    weights: str = "e4m3fn"
+    gradients: str = "e4m3fn"
+    profile: str = "ocp"
+    stochastic: bool = False
+    seed: int = 0
+    _calls: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
+    _loaded: dict[str, Callable[..., Any]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        x, w, dy = self.activations, self.weights, self.gradients
+        for op, formats in zip(OPS, ((x, w), (dy, w), (dy, x)), strict=True):
+            build: Build = getattr(self, op)
+            if build.op != op:
+                raise BuildError(f"{build.id} computes {build.op}; expected a build of {op}")
+            for format in formats:
+                if format not in _ELEMENTS or format not in build.formats:
+                    raise BuildError(f"{build.id} does not take {format!r}; expected one of {', '.join(build.formats)}")
+        if self.profile not in oracle.PROFILES:
+            raise BuildError(f"no profile named {self.profile!r}; expected one of {', '.join(oracle.PROFILES)}")
+
+    def run(self, op: str, operands: Sequence[Tensor]) -> Tensor:
+        """The build's answer, bfloat16."""
+        build: Build = getattr(self, op)
+        if op not in self._loaded:
+            self._loaded[op] = build.load()
+        if build.arrays == "torch":
+            out: Tensor = self._loaded[op](*operands)
+            return out
+        return _tensor(self._loaded[op](*(_array(t) for t in operands))).to(operands[0].device)
+
+    def quantize(self, x: Tensor, axis: int, format: str, *, gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """(elements, scales) of x in blocks of 32 along `axis`."""
+        stochastic = gradient and self.stochastic
+        mx = oracle.quantize(
+            _array(x), axis=axis, format=format, profile=self.profile,
+            rounding="stochastic" if stochastic else "even",
+            seed=self.seed + next(self._calls) if stochastic else None,
+        )  # fmt: skip
+        return _tensor(mx.elements).to(x.device), _tensor(mx.scales).to(x.device)
+
+
+def recipe(
+    forward: str = "forward/torch_dequant", dgrad: str = "dgrad/torch_dequant", wgrad: str = "wgrad/torch_dequant",
+    **how: Any,
+) -> Recipe:  # fmt: skip
+    """A Recipe by build ids. BuildError for an unknown one."""
+    found = []
+    for name in (forward, dgrad, wgrad):
+        if name not in registry():
+            raise BuildError(f"no build named {name!r}; expected one that `mxgate list builds` prints")
+        found.append(registry()[name])
+    return Recipe(found[0], found[1], found[2], **how)
+
+
+def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, how: Recipe) -> Tensor:
+    """y[g] = x[g] w[g]^T, bfloat16 [M, N], differentiable. x [M, K], w [E, N, K], offsets int32 [E], cumulative ends.
+
+    N and K must be multiples of 32, and so must every group where w needs a gradient. ValueError otherwise.
+    """
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2] or offsets.shape != w.shape[:1]:
+        shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}, offsets {tuple(offsets.shape)}"
+        raise ValueError(f"{shapes}; expected x [M, K], w [E, N, K] and offsets [E]")
+    if w.shape[1] % BLOCK or w.shape[2] % BLOCK:
+        raise ValueError(f"w is {tuple(w.shape)}; expected N and K in multiples of {BLOCK}")
+    if w.requires_grad and bool((offsets % BLOCK).any()):
+        ends = offsets.tolist()[:8]
+        raise ValueError(
+            f"groups end at {ends}; an MXFP8 weight gradient needs multiples of {BLOCK} tokens: "
+            "have the dispatcher round each expert's slab up and fill it with zeros"
+        )
+    out: Tensor = _GroupedMM.apply(x, w, offsets, how)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, how: Recipe) -> Tensor:
+        ctx.save_for_backward(x, w, offsets)
+        ctx.how = how
+        operands = (*how.quantize(x, 1, how.activations), *how.quantize(w, 2, how.weights))
+        return how.run("forward", (*operands, offsets))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, w, offsets = ctx.saved_tensors
+        how: Recipe = ctx.how
+        dy, dx, dw = grads[0], None, None
+        if ctx.needs_input_grad[0]:
+            operands = (*how.quantize(dy, 1, how.gradients, gradient=True), *how.quantize(w, 1, how.weights))
+            dx = how.run("dgrad", (*operands, offsets)).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dy_t, x_t = (torch.nn.functional.pad(t, (0, 0, 0, -len(t) % BLOCK)).t() for t in (dy, x))
+            left = how.quantize(dy_t, 1, how.gradients, gradient=True)
+            dw = how.run("wgrad", (*left, *how.quantize(x_t, 1, how.activations), offsets)).to(w.dtype)
+        return dx, dw, None, None
+
+
+class MXWeight(Tensor):
+    """A weight [E, N, K] whose `F.grouped_mm(x, weight.transpose(-2, -1), offs=...)` runs on a recipe.
+
+    Everything else treats it as the tensor it is. Make one with `mx_weight`.
+    """
+
+    how: Recipe
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.nn.functional.grouped_mm, torch._grouped_mm):
+            return _dispatched(*args, **kwargs)
+        out = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        source = next((a for a in args if isinstance(a, MXWeight) and hasattr(a, "how")), None)
+        if isinstance(out, MXWeight) and source is not None:
+            out.how = source.how
+        return out
+
+
+def mx_weight(w: Tensor, how: Recipe) -> MXWeight:
+    """The same weight, [E, N, K], sent to `how` by grouped_mm; put it in an nn.Parameter to train it."""
+    if w.dim() != 3:
+        raise ValueError(f"a weight of shape {tuple(w.shape)}; expected [E, N, K]")
+    out = w.as_subclass(MXWeight)
+    out.how = how
+    return out
+
+
+def _dispatched(
+    a: Tensor, b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    if not isinstance(b, MXWeight) or isinstance(a, MXWeight):
+        raise ValueError("grouped_mm in MXFP8 takes plain activations on the left and an MX weight on the right")
+    if a.dim() != 2 or b.dim() != 3 or offs is None:
+        shapes = f"{tuple(a.shape)} x {tuple(b.shape)}{'' if offs is not None else ' without offsets'}"
+        raise ValueError(f"grouped_mm in MXFP8 got {shapes}; expected 2-D activations, 3-D weights and offs")
+    if bias is not None:
+        raise ValueError("grouped_mm in MXFP8 takes no bias; add it to the result")
+    if out_dtype not in (None, torch.bfloat16):
+        raise ValueError(f"grouped_mm in MXFP8 writes bfloat16, not {out_dtype}")
+    return grouped_mm(a, b.as_subclass(Tensor).transpose(-2, -1), offs, b.how)
+
+
+def _array(t: Tensor) -> np.ndarray[Any, Any]:
+    """A contiguous NumPy array of the tensor's bits; NumPy knows the short types through ml_dtypes only."""
+    held = t.detach().cpu().contiguous()
+    name = str(held.dtype).removeprefix("torch.")
+    if name not in ("bfloat16", "float8_e8m0fnu") and not name.startswith("float8_"):
+        return held.numpy()
+    width = torch.int16 if held.element_size() == 2 else torch.uint8
+    return held.view(width).numpy().view(getattr(ml_dtypes, name))
+
+
+def _tensor(a: np.ndarray[Any, Any]) -> Tensor:
+    """A tensor over the array's memory."""
+    width = np.int16 if a.itemsize == 2 else np.uint8
+    if a.dtype.kind in "fiu" and a.dtype.name in ("float32", "float16", "float64", "int32", "int64", "uint8"):
+        return torch.from_numpy(a)
+    return torch.from_numpy(np.ascontiguousarray(a).view(width)).view(getattr(torch, a.dtype.name))

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, outside, registry
+from mxgate.kernels.gpu import is_emulated, is_gpu
+from mxgate.kernels.triton.builds import INTERPRETED
 
 # The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -63,22 +65,29 @@ def unknown(what: str, name: str, known: Sequence[str], where: str = "") -> str:
 
 DEVICES: Mapping[str, Callable[[Build], bool]] = {
     "cpu": lambda build: build.device == "cpu",
-    "emu": lambda build: build.device != "cpu",
+    "emu": lambda build: is_emulated(build.device),
+    "cuda": lambda build: is_gpu(build.device),
+    "interpreter": lambda build: build.device == "interpreter",
     "all": lambda build: True,
 }
 
 
+def anywhere(build: Build) -> bool:
+    """Whether any machine can run a build: those that a plain run takes."""
+    return build.device == "cpu" or is_emulated(build.device)
+
+
 def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; all without. Raises UsageError.
+    """The builds that --build, --op and --device (of DEVICES) mean; without, those that any machine can run. Raises UsageError.
 
     With --device emu an outside build is one that launches through FlyDSL.
     """
-    known = registry()
+    known = {b.id: b for b in INTERPRETED} if device == "interpreter" else registry()
     if not names:
-        device = device or "all"
-        found = [b for b in known.values() if op in (None, b.op) and DEVICES[device](b)]
+        wanted = DEVICES[device] if device else anywhere
+        found = [b for b in known.values() if op in (None, b.op) and wanted(b)]
         if not found:
-            raise UsageError(f"no build of {op} runs with --device {device}")
+            raise UsageError(f"no build of {op} runs with --device {device or 'cpu or emu'}")
         return found
     chosen: dict[str, Build] = {}
     for name in names:
@@ -624,7 +633,7 @@ def cmd_time(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     builds = list({one.build.id: one.build for _, one in held}.values())
-    if emulated := [b.id for b in builds if b.device != "cpu"]:
+    if emulated := [b.id for b in builds if is_emulated(b.device)]:
         raise UsageError(f"{', '.join(emulated)} would be emulated, which says nothing about its time on a GPU")
     with text.Watch("timing") as step:
         timings = timing.time_builds(
@@ -997,8 +1006,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), or all "
-        "(default: all, of the production tier cpu)",
+        help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), for a GPU (cuda), Triton's "
+        "interpreted on the CPU (slow: give cases), or all but these (default: those for the CPU and emulated ones, "
+        "of the production tier the CPU's alone)",
     )
     sub.add_argument(
         "--case",

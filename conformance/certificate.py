@@ -25,6 +25,7 @@ from mxgate.conformance.case import Case
 from mxgate.conformance.run import RunReport, code_version
 from mxgate.conformance.worker import build_from
 from mxgate.kernels.build import Build, BuildError, registry, version
+from mxgate.kernels.gpu import gpu, is_gpu
 
 FORMAT = "mxgate certificate 1"
 
@@ -64,7 +65,11 @@ def device() -> str:
 
 
 def device_of(build: Build) -> str:
-    """What a build's machine code ran on: this CPU, or an emulator on it."""
+    """What a build ran on: this CPU, this machine's GPU, or an interpreter or an emulator on the CPU."""
+    if is_gpu(build.device):
+        return str(gpu())
+    if build.device == "interpreter":
+        return f"Triton's interpreter on {device()}"
     return device() if build.device == "cpu" else f"{build.device} emulated on {device()}"
 
 
@@ -129,6 +134,10 @@ def check(path: Path, certificate: Certificate) -> None:
     """Raises CertificateError when what was accepted is not what is here now."""
     build = certificate.build
     again = f"run `mxgate run --op {build.op} --build {_name(build)}` again"
+    if certificate.device != (here := device_of(build)):
+        raise CertificateError(
+            f"{path}: {build.id} was accepted on another device ({certificate.device}; here: {here}); {again}"
+        )
     try:
         now = build.fingerprint()
     except (BuildError, OSError) as error:
@@ -140,10 +149,6 @@ def check(path: Path, certificate: Certificate) -> None:
     if certificate.code != code_version():
         raise CertificateError(
             f"{path}: {build.id} was accepted by another version of the oracle or the gates; {again}"
-        )
-    if certificate.device != (here := device_of(build)):
-        raise CertificateError(
-            f"{path}: {build.id} was accepted on another device ({certificate.device}; here: {here}); {again}"
         )
 
 

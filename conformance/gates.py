@@ -30,6 +30,7 @@ from mxgate.conformance.launch import FILL_FINITE, FILL_NAN, Array, Evidence, La
 from mxgate.conformance.poison import COPIED
 from mxgate.conformance.verdict import GATES, Finding, Outcome, worst
 from mxgate.kernels.build import Build
+from mxgate.kernels.gpu import is_gpu
 from mxgate.oracle import Answer, MXArray, dequantize
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.formats import E8M0, FORMATS, decode, scale_value
@@ -44,6 +45,8 @@ REPEATS = {"smoke": 3, "full": 6, "production": 3}
 # In the full tier these cases of the control shape get 80 launches in the reused child and 5 in each of 5 fresh ones: a
 # race that shows in 6 % of runs is missed by 105 launches once in 660.
 MANY = (80, 5, 5)
+# A GPU build whose programs could race for one output runs there a thousand times.
+MANY_WGRAD_ON_GPU = (1000, 5, 5)
 _MANY = (("ramp1.5", "normal"), ("shift32", "signature"), ("empties", "signature"), ("axis1", "normal"))
 _CONTROL = ("64x96", "96x64")
 # Of a device, the models of its matrix core beside the usual one.
@@ -81,14 +84,16 @@ def _launches(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
             LaunchSpec("repeat 1"),
             *(LaunchSpec(COPIED, variant=name) for name in copied),
         )
-    # Every launch of an emulated build is in another order anyway (a seed of its own), and each costs a while.
-    repeats, fresh, each = REPEATS[tier] if build.device == "cpu" else 1, 0, 0
+    # Every launch of an emulated build is in another order anyway (a seed of its own), and each costs a while, as does
+    # one that is interpreted, program after program.
+    often = build.device == "cpu" or is_gpu(build.device)
+    repeats, fresh, each = REPEATS[tier] if often else 1, 0, 0
     control = case.formats == ("e4m3fn", "e4m3fn") and case.shape in _CONTROL
     # On rounded data: where sums are exact no order of theirs shows, and float32 shows it best.
     if control and case.family == "normal" and case.routing in ("axis1", "ramp1.5"):
         fresh, each = 1, 2
     if tier == "full" and control and case.out_dtype == "bfloat16" and (case.routing, case.family) in _MANY:
-        repeats, fresh, each = MANY
+        repeats, fresh, each = MANY_WGRAD_ON_GPU if case.op == "wgrad" and is_gpu(build.device) else MANY
     poisons = [LaunchSpec(f"padding {name}", variant=name) for name in variants(case)[1:]]
     specs = [LaunchSpec("first"), *poisons, LaunchSpec("other memory", fill=FILL_FINITE)]
     if case.op != "quantize":

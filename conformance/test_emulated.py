@@ -25,6 +25,7 @@ from mxgate.kernels.build import HIP, find, hip, registry
 from mxgate.kernels.flydsl import compile as isa
 from mxgate.kernels.flydsl.budget import BUDGET
 from mxgate.kernels.gfx950 import virtual
+from mxgate.kernels.gpu import is_emulated
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def few_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "left_out", lambda build, tier, cases: 0)
 
 
-EMULATED = [build for build in registry().values() if build.device != "cpu"]
+EMULATED = [build for build in registry().values() if is_emulated(build.device)]
 CASE = "wgrad/64x96/empties/signature"
 SOURCE = """
 from mxgate.kernels import numpy_reference
@@ -202,7 +203,7 @@ def test_the_full_tier_launches_them_under_both_models() -> None:
 def test_a_fault_under_one_model_is_a_rejection(source: Path) -> None:
     """Right under the usual model, and one ulp off where the matrix core adds as CDNA3's does."""
     case = case_by_id("wgrad/64x96/ramp1.5/exact-sum")
-    build = outside("wgrad", f"{source}:biased")
+    build = find("wgrad", f"{source}:biased")
     for device, word in (("cpu", Outcome.PASS), ("gfx950", Outcome.REJECT)):
         with Runner(Settings(tier="full")) as runner:
             result, _ = runner.examine(replace(build, device=device), case)
@@ -212,7 +213,7 @@ def test_a_fault_under_one_model_is_a_rejection(source: Path) -> None:
 
 
 def test_a_build_that_takes_no_model_is_inconclusive_in_the_full_tier(source: Path) -> None:
-    build = replace(outside("wgrad", f"{source}:modelless"), device="gfx950")
+    build = replace(find("wgrad", f"{source}:modelless"), device="gfx950")
     with Runner(Settings(tier="full")) as runner:
         result, _ = runner.examine(build, case_by_id(CASE))
     assert result.outcome is Outcome.INCONCLUSIVE

@@ -280,7 +280,7 @@ def _sustained(call: Callable[[], Any], seconds: float, flush: Any) -> tuple[lis
     import torch
 
     def event() -> Any:
-        return torch.cuda.Event(enable_timing=True)
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     first, last = event(), event()
     first.record()

@@ -47,6 +47,7 @@ from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import HIP, OPS, Build, BuildError, Unavailable, hip
+from mxgate.kernels.gpu import is_emulated, is_gpu
 
 _EMULATOR = os.path.join(os.path.dirname(str(build_module.__file__)), "gfx950")
 # FlyDSL looks at this before each launch, and raises when it is not its backend's. A launch would abort the process.
@@ -105,11 +106,12 @@ def build_from(record: Mapping[str, Any]) -> Build:
 # The runner's side
 
 
-def _environment() -> dict[str, str]:
+def _environment(build: Build) -> dict[str, str]:
     one = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     # Without glibc's per-thread cache every malloc, however small, honours M_PERTURB.
     return {
         **os.environ,
+        "TRITON_INTERPRET": "1" if build.device == "interpreter" else "0",
         **dict.fromkeys(one, "1"),
         "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
         "PYTHONUNBUFFERED": "1",
@@ -138,7 +140,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
-            env=_environment(),
+            env=_environment(build),
             start_new_session=True,
         )
         theirs.close()
@@ -171,7 +173,7 @@ class Child:
                 "out_dtype": None if case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype,
                 "shape": shape,
                 "dtype": dtype,
-                "seed": None if self.build.device == "cpu" else _seed(case, spec),
+                "seed": _seed(case, spec) if is_emulated(self.build.device) else None,
                 "model": spec.model,
                 "most": _most(shape),
             }
@@ -524,6 +526,13 @@ class _Torch:
     def strided(self, out: _Out) -> Any:
         return self.wrap(out.whole).as_strided(out.view.shape, [s // out.view.itemsize for s in out.view.strides])
 
+    def wait(self) -> None:
+        """Until the launch is done."""
+
+    def finish(self) -> list[str]:
+        """Wait for the launch and bring back what it wrote: what it overwrote beside its arrays, in words."""
+        return []
+
     def unwrap(self, value: Any) -> Array:
         if not isinstance(value, self._torch.Tensor):
             raise _Returned(value, "a torch tensor")
@@ -531,6 +540,58 @@ class _Torch:
         name = str(tensor.dtype).partition(".")[2]
         flat = tensor.reshape(-1).view(self._torch.uint8).numpy()
         return flat.view(_dtype(name)).reshape(tuple(tensor.shape))
+
+
+class _Gpu(_Torch):
+    """The same on a GPU. It has no guard pages: each array is copied between two margins that are compared after the
+    launch, so a stray write shows and a stray read does not. What torch allocates is filled as NumPy's memory is."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        super().__init__()
+        torch = self._torch
+        self._device = device
+        self._copies: list[tuple[Array, Any]] = []
+        for name in ("empty", "empty_like", "empty_strided"):
+            setattr(torch, name, self._filled(getattr(torch, name)))
+
+    def _filled(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(allocate)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            tensor = allocate(*args, **kwargs)
+            if (
+                tensor.device.type == self._device
+                and tensor.numel()
+                and _fill_byte is not None
+                and tensor.is_contiguous()
+            ):
+                tensor.view(-1).view(self._torch.uint8).fill_(_fill_byte)
+            return tensor
+
+        return wrapper
+
+    def wrap(self, array: Array) -> Any:
+        size = array.nbytes
+        whole = self._torch.full((MARGIN + size + MARGIN,), CANARY, dtype=self._torch.uint8, device=self._device)
+        whole[MARGIN : MARGIN + size].copy_(self._torch.from_numpy(_bytes(array)))
+        self._copies.append((array, whole))
+        flat = whole[MARGIN : MARGIN + size]
+        return flat.view(getattr(self._torch, array.dtype.name)).reshape(array.shape)
+
+    def wait(self) -> None:
+        if self._device == "cuda":
+            self._torch.cuda.synchronize()
+
+    def finish(self) -> list[str]:
+        self.wait()
+        said = []
+        for array, whole in self._copies:
+            bytes_ = whole.cpu().numpy()
+            margins = np.concatenate([bytes_[:MARGIN], bytes_[MARGIN + array.nbytes :]])
+            if wrong := int(np.count_nonzero(margins != CANARY)):
+                said.append(f"{wrong} bytes beside an array of {array.nbytes} bytes on the GPU")
+            _bytes(array)[:] = bytes_[MARGIN : MARGIN + array.nbytes]
+        self._copies.clear()
+        return said
 
 
 class _Returned(Exception):
@@ -546,7 +607,7 @@ def _a(noun: str) -> str:
 
 def _launches_flydsl(build: Build) -> bool:
     """Of the emulated builds those that need FlyDSL launch through it; ours may run from committed machine code."""
-    return build.device != "cpu" and "flydsl" in build.requires
+    return is_emulated(build.device) and "flydsl" in build.requires
 
 
 def _virtual_device() -> Any:
@@ -584,7 +645,7 @@ class _Server:
 
     def load(self, header: dict[str, Any]) -> dict[str, Any]:
         self.build = build_from(header["build"])
-        self.torch = _Torch() if self.build.arrays == "torch" else None
+        self.torch = (_Gpu if is_gpu(self.build.device) else _Torch)() if self.build.arrays == "torch" else None
         for name in ("empty", "empty_like"):
             setattr(np, name, _filled(getattr(np, name)))
         self.device = _virtual_device() if _launches_flydsl(self.build) else None
@@ -631,6 +692,7 @@ class _Server:
         )
         _fill_allocations(header["fill"])
         returned = self._launch(header, positional, keywords)
+        beside = self.torch.finish() if self.torch else []
         parts = [np.ascontiguousarray(out.view)] if out is not None else self.unwrap(returned)
         total = sum(part.nbytes for part in parts)
         if total > header["most"]:
@@ -639,6 +701,7 @@ class _Server:
         if out is None:
             aliases = next((n for n in planes if any(np.may_share_memory(p, planes[n].array) for p in parts)), None)
         margins = ["the result of the call before"] if digest(self.kept[0]) != self.kept[1] else []
+        margins += beside
         self.kept = (parts, digest(parts)) if out is None else ([], digest([]))
         parts = [np.array(part, order="C") for part in parts]
         changed = [name for name, operand in planes.items() if operand.repair()]
@@ -682,6 +745,8 @@ class _Server:
         while True:
             before = time.perf_counter()
             returned = self.function(*positional, **keywords)
+            if self.torch:
+                self.torch.wait()
             after = time.perf_counter()
             times.append(after - before)
             if after > end:

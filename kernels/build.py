@@ -23,6 +23,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
+from mxgate.kernels.gpu import gpu, is_gpu, lacks
+
 
 @dataclass(frozen=True)
 class Op:
@@ -94,7 +96,8 @@ class Build:
     tail: what it does with rows past the last offset: "zero", "untouched" or "undefined" (wgrad has no such rows).
     nan_reach: tokens within which a NaN or infinity of a neighbouring group may spoil an expert's gradient; 0 for not
         at all. A wgrad kernel that masks its window by scales alone has the length of its window here.
-    device: what runs it: "cpu", or the name of a GPU whose machine code is run on an emulator where there is no GPU.
+    device: what runs it: "cpu"; "cuda", the GPU that torch calls so ("sm100": NVIDIA's from compute capability 10.0
+        on); "interpreter", Triton's on a CPU; or the name of a GPU whose machine code is run on an emulator.
     assumes: what a verdict takes for granted about that GPU, a sentence each; a certificate repeats it.
     requires: importable modules without which it is skipped. profile: what a quantize build follows.
     replaces: the id of the build whose bytes it must reproduce (the lineage gate).
@@ -158,6 +161,8 @@ class Build:
             return f"computes {self.op}, not {case.op}"
         if (name := self.missing()) is not None:
             return f"needs {name}, which is not installed"
+        if (lacking := lacks(self.device)) is not None:
+            return lacking
         for fmt in case.formats:
             if fmt not in self.formats:
                 return f"does not take {fmt}"
@@ -176,7 +181,7 @@ class Build:
         return function  # type: ignore[no-any-return]
 
     def fingerprint(self) -> str:
-        """SHA-256 over the record, its source files, the versions of what it runs on and the build it replaces.
+        """SHA-256 over the record, its source files, what it runs on (versions, the GPU) and the build it replaces.
 
         For a build from outside the project its source files include what it imports from beside itself, as far as
         import statements tell. Raises BuildError when a source is not there.
@@ -189,6 +194,8 @@ class Build:
             digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
         for package in ("numpy", "ml_dtypes", *self.requires):
             digest.update(f"{package}={version(package)};".encode())
+        if is_gpu(self.device):
+            digest.update(f"{gpu()};".encode())
         if self.replaces is not None and (ancestor := registry().get(self.replaces)) is not None:
             digest.update(ancestor.fingerprint().encode())
         return digest.hexdigest()
@@ -362,6 +369,8 @@ _MODULES = (
     "mxgate.kernels.numpy_windowed",
     "mxgate.kernels.torch_cpu",
     "mxgate.kernels.flydsl.wgrad",
+    "mxgate.kernels.triton.builds",
+    "mxgate.kernels.torch_cuda",
 )
 
 

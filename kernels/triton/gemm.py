@@ -1,0 +1,935 @@
+"""Forward, dgrad and wgrad of the grouped MXFP8 GEMM: one inner product, two ways to cut the output into tiles.
+
+Every op is out[row, column] = sum over l of A[row, l] * B[column, l], both operands scaled in blocks of 32 along l. In
+forward and dgrad the rows are tokens and B belongs to the row's expert; in wgrad the sum runs over an expert's
+tokens. A tile is computed by `product`, in one of three ways:
+
+  dequant   elements times their scales in bfloat16, then one dot. Exact operands, so only the sum is rounded.
+  blocks    a dot of bare FP8 elements for each block of 32, the scales applied to that partial sum. On Hopper an FP8
+            dot keeps 13 fraction bits, which is what this one must claim there.
+  scaled    tl.dot_scaled, the device's own block-scaled dot or Triton's emulation of it.
+
+None of the three survives every legal scale: 448 * 2^127 is no bfloat16, 2^-127 is lost in products, and Triton's
+emulation takes the byte 0 for zero. So a tile first looks at its own scales, and where one lies outside 2^-80 .. 2^80
+it goes block by block, applying both scales of a partial sum together as two halves of one exponent. The look costs
+1/32 of the operands' bytes; it sees only the tile's own tokens, so what lies in the padding never decides a rounding.
+
+Kernels are persistent: a program takes every n-th tile, tiles are numbered in groups of SUPER rows of tiles to share
+operands in cache. Where a group begins is found on the device from the offsets, so nothing waits for the host and a
+captured graph may be replayed with other offsets. Rows past the last offset are one more group, whose sums are empty.
+
+Offsets on the CPU are checked (ValueError, TypeError). Offsets on a GPU are not, unless check=True: reading them waits
+for the device. There, wrong offsets give wrong numbers, but every address stays inside the operands.
+
+Split-K: `split` parts of each sum go to float32 workspace and are added in a fixed order by a second kernel.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxgate.kernels.build import Unavailable
+from mxgate.kernels.triton.codec import (
+    BLOCK,
+    FORMAT_NAMES,
+    NAN_SCALE,
+    decode,
+    is_far,
+    narrow,
+    near_scale,
+    power,
+)
+from mxgate.kernels.triton.interpreter import mend
+from mxgate.oracle import groups
+
+mend()
+
+DEQUANT = tl.constexpr(0)
+BLOCKS = tl.constexpr(1)
+SCALED = tl.constexpr(2)
+PRODUCTS = ("dequant", "blocks", "scaled")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The product of one tile
+
+
+@triton.jit
+def load_codes(ptr, rows, mask, k, end, stride_r, stride_l):
+    """uint8 codes [rows, k], 0 (the value +0) past a row's or the sum's end."""
+    at = ptr + rows[:, None] * stride_r + k[None, :].to(tl.int64) * stride_l
+    return tl.load(at, mask=mask[:, None] & (k[None, :] < end), other=0)
+
+
+@triton.jit
+def load_scales(ptr, rows, mask, blocks, end, stride_r, stride_l, SQUARE: tl.constexpr):
+    """uint8 scale bytes [rows, blocks], 127 (the value 1) past a row's or the sum's end; SQUARE: 32 rows share one."""
+    if SQUARE:
+        rows = rows // BLOCK
+    at = ptr + rows[:, None] * stride_r + blocks[None, :].to(tl.int64) * stride_l
+    return tl.load(at, mask=mask[:, None] & (blocks[None, :] * BLOCK < end), other=127)
+
+
+@triton.jit
+def scaled_values(
+    codes, scales, ROWS: tl.constexpr, BL: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Elements times their scales in DTYPE: codes [ROWS, BL], scales [ROWS, BL / 32]."""
+    values = tl.reshape(decode(codes, FORMAT, NATIVE, DTYPE), (ROWS, BL // BLOCK, BLOCK))
+    factors = near_scale(scales, DTYPE)
+    return tl.reshape(values * factors[:, :, None], (ROWS, BL))
+
+
+@triton.jit
+def fp8(codes, FORMAT: tl.constexpr):
+    if FORMAT == 0:
+        return codes.to(tl.float8e4nv, bitcast=True)
+    elif FORMAT == 1:
+        return codes.to(tl.float8e5, bitcast=True)
+    elif FORMAT == 2:
+        return codes.to(tl.float8e4b8, bitcast=True)
+    else:
+        return codes.to(tl.float8e5b16, bitcast=True)
+
+
+@triton.jit
+def product(
+    a_ptr,
+    a_scales_ptr,
+    b_ptr,
+    b_scales_ptr,
+    rows,
+    row_mask,
+    columns,
+    column_mask,
+    start,
+    end,
+    a_r,
+    a_l,
+    as_r,
+    as_l,
+    b_c,
+    b_l,
+    bs_c,
+    bs_l,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BL: tl.constexpr,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    A_SQUARE: tl.constexpr,
+    B_SQUARE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """float32 [BM, BN] of rows and columns (int64) over l in start .. end, both multiples of 32."""
+    LOOK: tl.constexpr = 16
+    far = tl.zeros((BM, LOOK), tl.int32)
+    far_b = tl.zeros((BN, LOOK), tl.int32)
+    for low in range(start // BLOCK, tl.cdiv(end, BLOCK), LOOK):
+        blocks = low + tl.arange(0, LOOK)
+        far |= is_far(load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE))
+        far_b |= is_far(load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE))
+    anywhere = tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0))
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    if anywhere == 0:
+        for low in range(start, end, BL):
+            k = low + tl.arange(0, BL)
+            blocks = low // BLOCK + tl.arange(0, BL // BLOCK)
+            a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
+            b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+            a_scales = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
+            b_scales = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
+            if PRODUCT == DEQUANT:
+                x = scaled_values(a, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
+                y = scaled_values(b, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
+                acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+            elif PRODUCT == SCALED:
+                A_NAME: tl.constexpr = "e4m3" if A_FORMAT == 0 else "e5m2"
+                B_NAME: tl.constexpr = "e4m3" if B_FORMAT == 0 else "e5m2"
+                x8 = fp8(a, A_FORMAT)
+                y8 = tl.trans(fp8(b, B_FORMAT))
+                acc = tl.dot_scaled(x8, a_scales, A_NAME, y8, b_scales, B_NAME, acc)
+            else:
+                if FP8_DOT:
+                    part = tl.dot(fp8(a, A_FORMAT), tl.trans(fp8(b, B_FORMAT)))
+                else:
+                    x = decode(a, A_FORMAT, NATIVE, DTYPE)
+                    y = decode(b, B_FORMAT, NATIVE, DTYPE)
+                    part = tl.dot(x, tl.trans(y), input_precision="ieee")
+                factors = tl.reshape(near_scale(a_scales, tl.float32), (BM, 1))
+                acc += part * factors * tl.reshape(near_scale(b_scales, tl.float32), (1, BN))
+    else:
+        for low in range(start, end, BLOCK):
+            k = low + tl.arange(0, BLOCK)
+            block = low // BLOCK + tl.arange(0, 1)
+            a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
+            b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+            x = decode(a, A_FORMAT, NATIVE, DTYPE)
+            y = decode(b, B_FORMAT, NATIVE, DTYPE)
+            part = tl.dot(x, tl.trans(y), input_precision="ieee")
+            a_scales = load_scales(a_scales_ptr, rows, row_mask, block, end, as_r, as_l, A_SQUARE).to(tl.int32)
+            b_scales = load_scales(b_scales_ptr, columns, column_mask, block, end, bs_c, bs_l, B_SQUARE).to(tl.int32)
+            b_scales = tl.trans(b_scales)
+            exponent = a_scales + b_scales - 254
+            half = exponent >> 1
+            part = part * power(half) * power(exponent - half)
+            lost = (a_scales == NAN_SCALE) | (b_scales == NAN_SCALE)
+            acc += tl.where(lost, float("nan"), part)
+    return acc
+
+
+@triton.jit
+def tile_of(tile, high, wide, SUPER: tl.constexpr):
+    """(row, column) of a tile number in a grid of high x wide tiles, walked in bands of SUPER rows."""
+    band = tile // (SUPER * wide)
+    height = tl.minimum(high - band * SUPER, SUPER)
+    within = tile % (SUPER * wide)
+    return band * SUPER + within % height, within // height
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows are tokens: forward, dgrad
+
+
+@triton.jit
+def rows_kernel(
+    a_ptr,
+    a_scales_ptr,
+    b_ptr,
+    b_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    route_ptr,
+    far_ptr,
+    m,
+    n,
+    length,
+    experts,
+    a_r,
+    a_l,
+    as_r,
+    as_l,
+    b_e,
+    b_c,
+    b_l,
+    bs_e,
+    bs_c,
+    bs_l,
+    bias_e,
+    bias_n,
+    out_r,
+    out_c,
+    EXPERTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    REPAIR: tl.constexpr,
+    OUT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SUPER: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BL: tl.constexpr,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    A_SQUARE: tl.constexpr,
+    B_SQUARE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """out [m, n] (with SPLIT > 1 float32 [SPLIT, m, n]) of a [m, length] and b [experts, n, length].
+
+    route_ptr: int32 ends of the groups [experts], or with GROUP_ROWS > 0 the expert of every GROUP_ROWS rows, where
+    -1 means nobody's. EXPERTS: a power of two above the number of experts. REPAIR: do nothing where far_ptr holds 0.
+    """
+    which = tl.arange(0, EXPERTS)
+    if GROUP_ROWS == 0:
+        ends = tl.load(route_ptr + which, mask=which < experts, other=0)
+        starts = tl.load(route_ptr + which - 1, mask=(which > 0) & (which <= experts), other=0)
+        # One more group: the rows past the last offset.
+        ends = tl.where(which == experts, m, ends)
+        starts = tl.minimum(tl.maximum(starts, 0), m)
+        ends = tl.minimum(tl.maximum(ends, starts), m)
+        count = tl.cdiv(ends - starts, BM)
+        count = tl.where(which <= experts, count, 0)
+        after = tl.cumsum(count, 0)
+        high = tl.sum(count, 0)
+    else:
+        high = tl.cdiv(m, BM)
+    if REPAIR:
+        high = tl.where(tl.load(far_ptr) == 0, 0, high)
+    wide = tl.cdiv(n, BN)
+    for job in range(tl.program_id(0), high * wide * SPLIT, tl.num_programs(0)):
+        part = job % SPLIT
+        tile_row, tile_column = tile_of(job // SPLIT, high, wide, SUPER)
+        if GROUP_ROWS == 0:
+            expert = tl.sum((after <= tile_row).to(tl.int32), 0)
+            here = which == expert
+            tiles_before = tl.sum(tl.where(here, after - count, 0), 0)
+            first = tl.sum(tl.where(here, starts, 0), 0) + (tile_row - tiles_before) * BM
+            end = tl.sum(tl.where(here, ends, 0), 0)
+        else:
+            first = tile_row * BM
+            end = tl.minimum(first + BM, m)
+            expert = tl.load(route_ptr + first // GROUP_ROWS)
+        nobody = (expert < 0) | (expert >= experts)
+        expert = tl.where(nobody, 0, expert).to(tl.int64)
+        # Each part takes whole blocks, the last one what is left.
+        share = tl.cdiv(tl.cdiv(length, BLOCK), SPLIT) * BLOCK
+        low = tl.minimum(part * share, length)
+        stop = tl.where(nobody, low, tl.minimum(low + share, length))
+        rows = first + tl.arange(0, BM)
+        columns = tile_column * BN + tl.arange(0, BN)
+        row_mask = rows < end
+        column_mask = columns < n
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+        acc = product(
+            a_ptr,
+            a_scales_ptr,
+            b_ptr + expert * b_e,
+            b_scales_ptr + expert * bs_e,
+            rows,
+            row_mask,
+            columns,
+            column_mask,
+            low,
+            stop,
+            a_r,
+            a_l,
+            as_r,
+            as_l,
+            b_c,
+            b_l,
+            bs_c,
+            bs_l,
+            BM,
+            BN,
+            BL,
+            A_FORMAT,
+            B_FORMAT,
+            A_SQUARE,
+            B_SQUARE,
+            PRODUCT,
+            NATIVE,
+            FP8_DOT,
+            DTYPE,
+        )
+        mask = row_mask[:, None] & column_mask[None, :]
+        if HAS_BIAS:
+            # With SPLIT the bias goes into the first part alone.
+            bias_mask = column_mask & (part == 0) & (nobody == 0)
+            bias = tl.load(bias_ptr + expert * bias_e + columns * bias_n, mask=bias_mask, other=0.0)
+            acc += bias[None, :]
+        if SPLIT == 1:
+            tl.store(out_ptr + rows[:, None] * out_r + columns[None, :] * out_c, narrow(acc, OUT), mask=mask)
+        else:
+            tl.store(out_ptr + (part.to(tl.int64) * m + rows[:, None]) * n + columns[None, :], acc, mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sums run over tokens: wgrad
+
+
+@triton.jit
+def wgrad_kernel(
+    a_ptr,
+    a_scales_ptr,
+    b_ptr,
+    b_scales_ptr,
+    out_ptr,
+    offsets_ptr,
+    far_ptr,
+    m,
+    n,
+    k,
+    experts,
+    a_r,
+    a_l,
+    as_r,
+    as_l,
+    b_c,
+    b_l,
+    bs_c,
+    bs_l,
+    out_e,
+    out_r,
+    out_c,
+    REPAIR: tl.constexpr,
+    OUT: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SUPER: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BL: tl.constexpr,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    A_SQUARE: tl.constexpr,
+    B_SQUARE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """out [experts, n, k] (with SPLIT > 1 float32 [SPLIT, experts, n, k]) of a [n, m] and b [k, m]."""
+    high = tl.cdiv(n, BM)
+    wide = tl.cdiv(k, BN)
+    jobs = experts * high * wide * SPLIT
+    if REPAIR:
+        jobs = tl.where(tl.load(far_ptr) == 0, 0, jobs)
+    for job in range(tl.program_id(0), jobs, tl.num_programs(0)):
+        part = job % SPLIT
+        tile = job // SPLIT
+        expert = tile // (high * wide)
+        tile_row, tile_column = tile_of(tile % (high * wide), high, wide, SUPER)
+        start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
+        end = tl.load(offsets_ptr + expert)
+        start = tl.minimum(tl.maximum(start, 0), m) // BLOCK * BLOCK
+        end = tl.minimum(tl.maximum(end, start), m)
+        share = tl.cdiv(tl.cdiv(end - start, BLOCK), SPLIT) * BLOCK
+        # Whole blocks, and so that the compiler sees it: otherwise it loads bytes one by one.
+        low = tl.minimum(start + part * share, end) // BLOCK * BLOCK
+        stop = tl.minimum(low + share, end)
+        rows = tile_row * BM + tl.arange(0, BM)
+        columns = tile_column * BN + tl.arange(0, BN)
+        row_mask = rows < n
+        column_mask = columns < k
+        rows = rows.to(tl.int64)
+        columns = columns.to(tl.int64)
+        acc = product(
+            a_ptr,
+            a_scales_ptr,
+            b_ptr,
+            b_scales_ptr,
+            rows,
+            row_mask,
+            columns,
+            column_mask,
+            low,
+            stop,
+            a_r,
+            a_l,
+            as_r,
+            as_l,
+            b_c,
+            b_l,
+            bs_c,
+            bs_l,
+            BM,
+            BN,
+            BL,
+            A_FORMAT,
+            B_FORMAT,
+            A_SQUARE,
+            B_SQUARE,
+            PRODUCT,
+            NATIVE,
+            FP8_DOT,
+            DTYPE,
+        )
+        mask = row_mask[:, None] & column_mask[None, :]
+        expert = expert.to(tl.int64)
+        if SPLIT == 1:
+            at = out_ptr + expert * out_e + rows[:, None] * out_r + columns[None, :] * out_c
+            tl.store(at, narrow(acc, OUT), mask=mask)
+        else:
+            at = out_ptr + ((part.to(tl.int64) * experts + expert) * n + rows[:, None]) * k + columns[None, :]
+            tl.store(at, acc, mask=mask)
+
+
+@triton.jit
+def add_kernel(parts_ptr, out_ptr, size, inner, middle, out_o, out_m, out_i, SPLIT, OUT: tl.constexpr, B: tl.constexpr):
+    """out [outer, middle, inner] = the float32 parts [SPLIT, size], added first to last and rounded once."""
+    at = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    mask = at < size
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+    for part in range(1, SPLIT):
+        total += tl.load(parts_ptr + part * size + at, mask=mask, other=0.0)
+    place = at // (middle * inner) * out_o + at // inner % middle * out_m + at % inner * out_i
+    tl.store(out_ptr + place, narrow(total, OUT), mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Devices and launches
+
+TORCH_FORMATS: Mapping[torch.dtype, int] = {getattr(torch, f"float8_{name}"): i for i, name in enumerate(FORMAT_NAMES)}
+TL_TYPES: Mapping[torch.dtype, Any] = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the kernels need to know of where they run.
+
+    name: a key of tiles.json ("sm90", "gfx942", "interpreter"). processors: programs that run at once. native: FP8
+    formats (by number) that it converts itself. dots: those it multiplies itself. interpreted: on a CPU, in float32.
+    """
+
+    name: str
+    processors: int
+    native: tuple[int, ...]
+    dots: tuple[int, ...]
+    interpreted: bool
+
+
+@cache
+def device_for(device: torch.device) -> Device:
+    """The Device of a tensor's device. RuntimeError for a CPU without the interpreter."""
+    if device.type == "cpu":
+        if not isinstance(rows_kernel, triton.runtime.JITFunction):
+            return Device("interpreter", 3, (), (), True)
+        raise RuntimeError("these kernels run on a GPU, or on a CPU where TRITON_INTERPRET=1 is set before the import")
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        name = found.gcnArchName.partition(":")[0]
+        own = {"gfx942": (2, 3), "gfx950": (0, 1)}.get(name, ())
+        return Device(name, found.multi_processor_count, own if name == "gfx950" else (), own, False)
+    native = (0, 1) if (found.major, found.minor) >= (8, 9) else ()
+    return Device(f"sm{found.major}{found.minor}", found.multi_processor_count, native, native, False)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile settings of one kernel. rows, columns: of the output. length: of the sum, a step; a multiple of 32.
+
+    super: rows of tiles walked together. programs: per processor.
+    """
+
+    rows: int
+    columns: int
+    length: int
+    super: int
+    warps: int
+    stages: int
+    programs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.length % 32 or min(self.rows, self.columns, self.length, self.super, self.programs) < 1:
+            raise ValueError(f"{self}: expected a length in multiples of 32 and nothing below 1")
+
+
+@cache
+def tiles(device: str) -> Mapping[str, Tile]:
+    """The settings of tiles.json by "op kind/product", those of the device over the defaults."""
+    text = json.loads((Path(__file__).parent / "tiles.json").read_text())
+    return {key: Tile(**values) for key, values in {**text["default"], **text.get(device, {})}.items()}
+
+
+def tile_for(device: Device, kind: str, product: str, tile: Tile | None) -> Tile:
+    """kind: "rows" or "wgrad". The caller's tile, or the file's; a step of `blocks` is one block, always."""
+    found = tile or tiles(device.name)[f"{kind}/{product}"]
+    if product == "blocks" and found.length != 32:
+        raise ValueError(f"product 'blocks' multiplies 32 at a time; its tile has length {found.length}")
+    return found
+
+
+def default_product(device: Device) -> str:
+    """What is native (block-scaled dots of Blackwell and gfx950, gfx942's FP8 dots), else dequant. Not measured yet."""
+    native = {"sm100": "scaled", "sm103": "scaled", "gfx950": "scaled", "gfx942": "blocks"}
+    return native.get(device.name, "dequant")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """uint8 codes of a format (by number) and uint8 scales: one for 32 codes along an axis, or for squares of 32."""
+
+    codes: Tensor
+    scales: Tensor
+    format: int
+    square: bool
+
+
+def operand(elements: Tensor, scales: Tensor, contraction: int, other: int, name: str) -> Operand:
+    """Check an operand's types and shapes. contraction, other: its axes. TypeError, ValueError."""
+    if elements.dtype not in TORCH_FORMATS:
+        raise TypeError(f"{name} has type {elements.dtype}; expected one of {', '.join(map(str, TORCH_FORMATS))}")
+    if scales.dtype not in (torch.float8_e8m0fnu, torch.uint8):
+        raise TypeError(f"{name}'s scales have type {scales.dtype}; expected float8_e8m0fnu")
+    if elements.shape[contraction] % 32:
+        raise ValueError(
+            f"{name} has {elements.shape[contraction]} elements along axis {contraction}; expected a multiple of 32"
+        )
+    thin = list(elements.shape)
+    thin[contraction] //= 32
+    square = list(thin)
+    square[other] = square[other] // 32 if square[other] % 32 == 0 else -1
+    if tuple(scales.shape) not in (tuple(thin), tuple(square)):
+        raise ValueError(
+            f"{name}'s scales have shape {tuple(scales.shape)}; expected {tuple(thin)} for blocks of 32 along axis "
+            f"{contraction} or one for every 32x32 of {tuple(elements.shape)}"
+        )
+    if scales.device != elements.device:
+        raise ValueError(f"{name} is on {elements.device}, its scales on {scales.device}; expected one device")
+    square_blocks = tuple(scales.shape) != tuple(thin)
+    return Operand(elements.view(torch.uint8), scales.view(torch.uint8), TORCH_FORMATS[elements.dtype], square_blocks)
+
+
+def output(
+    shape: tuple[int, ...], device: torch.device, out: Tensor | None, out_dtype: torch.dtype | str | None
+) -> Tensor:
+    """The caller's buffer (any strides), or a fresh one of `out_dtype` (a torch dtype, its name, or None: bfloat16)."""
+    dtype: torch.dtype | None = getattr(torch, out_dtype) if isinstance(out_dtype, str) else out_dtype
+    if out is None:
+        out = torch.empty(shape, dtype=dtype or torch.bfloat16, device=device)
+    if tuple(out.shape) != shape or dtype not in (None, out.dtype) or out.device != device:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)} on {out.device}; expected {dtype} {shape} on {device}")
+    if out.dtype not in TL_TYPES:
+        raise TypeError(f"out has type {out.dtype}; expected bfloat16, float16 or float32")
+    return out
+
+
+def check_route(offsets: Tensor, length: int, align: int, check: bool) -> None:
+    """Look at offsets that lie on the CPU, or anywhere with check=True. ValueError, TypeError."""
+    if offsets.dtype != torch.int32 or offsets.ndim != 1 or not offsets.is_contiguous():
+        raise TypeError(f"offsets are {offsets.dtype} {tuple(offsets.shape)}; expected int32 with one axis, contiguous")
+    if check or offsets.device.type == "cpu":
+        groups.check_offsets(offsets.cpu().numpy(), length, align=align)
+
+
+def choices(device: Device, product: str | None, *formats: int) -> dict[str, Any]:
+    """The kernels' arguments that the device, the formats and the way to multiply decide. ValueError, Unavailable."""
+    product = default_product(device) if product is None else product
+    if product not in PRODUCTS:
+        raise ValueError(f"unknown product {product!r}; expected one of {', '.join(PRODUCTS)}")
+    if product == "scaled" and any(f > 1 for f in formats):
+        raise ValueError(
+            f"product 'scaled' takes e4m3fn and e5m2, not {' and '.join(FORMAT_NAMES[f] for f in formats)}"
+        )
+    if product == "scaled" and not device.native:
+        raise Unavailable(f"Triton has no block-scaled dot on {device.name}; use product='dequant' or 'blocks'")
+    return {
+        "PRODUCT": PRODUCTS.index(product),
+        "NATIVE": bool(device.native),
+        "FP8_DOT": all(f in device.dots for f in formats),
+        "DTYPE": tl.float32 if device.interpreted else tl.bfloat16,
+    }
+
+
+def settings(tile: Tile) -> dict[str, Any]:
+    return {
+        "SUPER": tile.super,
+        "BM": tile.rows,
+        "BN": tile.columns,
+        "BL": tile.length,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def launch(kernel: Any, jobs: int, device: Device, tile: Tile, *args: Any, **options: Any) -> None:
+    programs = max(1, min(jobs, device.processors * tile.programs))
+    kernel[(programs,)](*args, **options, **settings(tile))
+
+
+def add_parts(parts: Tensor, out: Tensor) -> None:
+    """out = parts[0] + parts[1] + ..., in this order, rounded once; out has two axes or three and any strides."""
+    size = out.numel()
+    view = out if out.ndim == 3 else out[None]
+    strides = view.stride()
+    grid = (triton.cdiv(size, 1024),)
+    add_kernel[grid](
+        parts, view, size, view.shape[2], view.shape[1], *strides, len(parts), OUT=TL_TYPES[out.dtype], B=1024
+    )
+
+
+def rows_gemm(
+    a: Operand,
+    b: Operand,
+    axes: tuple[int, int],
+    route: Tensor,
+    *,
+    group_rows: int = 0,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    product: str | None = None,
+    split: int = 1,
+    tile: Tile | None = None,
+    only_if: Tensor | None = None,
+) -> Tensor:
+    """out [M, columns]: a [M, L], b with its columns and its contraction on `axes` and its experts on axis 0.
+
+    only_if: int32 [1] on the device; where it holds 0, `out` stays as it is.
+    """
+    m, length = a.codes.shape
+    column, contraction = axes
+    experts, n = b.codes.shape[0], b.codes.shape[column]
+    if b.codes.shape[contraction] != length:
+        raise ValueError(f"the sum is over {length} of one operand and {b.codes.shape[contraction]} of the other")
+    if bias is not None and tuple(bias.shape) != (experts, n):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; expected {(experts, n)}")
+    if split < 1:
+        raise ValueError(f"split is {split}; expected 1 or more")
+    device = device_for(a.codes.device)
+    chosen = choices(device, product, a.format, b.format)
+    tile = tile_for(device, "rows", PRODUCTS[chosen["PRODUCT"]], tile)
+    if group_rows % tile.rows:
+        raise ValueError(f"a tile of {tile.rows} rows would cross row groups of {group_rows}; expected a divisor")
+    result = output((m, n), a.codes.device, out, out_dtype)
+    if m == 0 or n == 0:
+        return result
+    parts = torch.empty((split, m, n), dtype=torch.float32, device=result.device) if split > 1 else result
+    bias = None if bias is None else bias.to(torch.float32)  # keeps the strides of one that is float32 already
+    launch(
+        rows_kernel,
+        (triton.cdiv(m, tile.rows) + experts + 1) * triton.cdiv(n, tile.columns) * split,
+        device,
+        tile,
+        a.codes,
+        a.scales,
+        b.codes,
+        b.scales,
+        result if bias is None else bias,
+        parts,
+        route,
+        route if only_if is None else only_if,
+        m,
+        n,
+        length,
+        experts,
+        *a.codes.stride(),
+        *a.scales.stride(),
+        *(b.codes.stride(axis) for axis in (0, column, contraction)),
+        *(b.scales.stride(axis) for axis in (0, column, contraction)),
+        *((0, 0) if bias is None else bias.stride()),
+        *result.stride(),
+        EXPERTS=triton.next_power_of_2(experts + 1),
+        GROUP_ROWS=group_rows,
+        HAS_BIAS=bias is not None,
+        REPAIR=only_if is not None,
+        OUT=TL_TYPES[result.dtype],
+        SPLIT=split,
+        A_FORMAT=a.format,
+        B_FORMAT=b.format,
+        A_SQUARE=a.square,
+        B_SQUARE=b.square,
+        **chosen,
+    )
+    if split > 1:
+        add_parts(parts, result)
+    return result
+
+
+def columns_gemm(
+    a: Operand,
+    b: Operand,
+    offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    product: str | None = None,
+    split: int = 1,
+    tile: Tile | None = None,
+    only_if: Tensor | None = None,
+) -> Tensor:
+    """out [E, N, K]: a [N, M] and b [K, M], summed over each expert's part of M. only_if: as in rows_gemm."""
+    (n, m), k, experts = a.codes.shape, b.codes.shape[0], len(offsets)
+    if b.codes.shape[1] != m:
+        raise ValueError(f"one operand holds {m} tokens and the other {b.codes.shape[1]}")
+    if split < 1:
+        raise ValueError(f"split is {split}; expected 1 or more")
+    device = device_for(a.codes.device)
+    chosen = choices(device, product, a.format, b.format)
+    tile = tile_for(device, "wgrad", PRODUCTS[chosen["PRODUCT"]], tile)
+    result = output((experts, n, k), a.codes.device, out, out_dtype)
+    if n == 0 or k == 0:
+        return result
+    parts = torch.empty((split, experts, n, k), dtype=torch.float32, device=result.device) if split > 1 else result
+    launch(
+        wgrad_kernel,
+        experts * triton.cdiv(n, tile.rows) * triton.cdiv(k, tile.columns) * split,
+        device,
+        tile,
+        a.codes,
+        a.scales,
+        b.codes,
+        b.scales,
+        parts,
+        offsets,
+        offsets if only_if is None else only_if,
+        m,
+        n,
+        k,
+        experts,
+        *a.codes.stride(),
+        *a.scales.stride(),
+        *b.codes.stride(),
+        *b.scales.stride(),
+        *result.stride(),
+        REPAIR=only_if is not None,
+        OUT=TL_TYPES[result.dtype],
+        SPLIT=split,
+        A_FORMAT=a.format,
+        B_FORMAT=b.format,
+        A_SQUARE=a.square,
+        B_SQUARE=b.square,
+        **chosen,
+    )
+    if split > 1:
+        add_parts(parts, result)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The three ops
+
+
+def forward(
+    x: Tensor,
+    x_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    product: str | None = None,
+    split: int = 1,
+    weights: str = "nk",
+    group_rows: int = 0,
+    check: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Y[g] = X[g] W[g]^T + bias[g]: x [M,K], scales [M,K/32]; w [E,N,K], scales [E,N,K/32]; bias [E,N]; y [M,N].
+
+    weights: "nk", or "kn" for w [E,K,N], scales [E,K/32,N]. Either operand may be in 32x32 blocks. Any strides.
+    offsets: int32 cumulative ends [E]; with group_rows > 0 the expert of every group_rows rows [M / group_rows], -1 for
+    rows that are nobody's, which become exact zeros. product: a name of PRODUCTS (default: the device's). split: parts
+    of the sum, added in float32 and in order. check: look at offsets on a GPU too. ValueError, TypeError.
+    """
+    column, contraction = _weight_axes(weights, "nk", "kn")
+    route = _route(offsets, x, group_rows, check)
+    return rows_gemm(
+        operand(x, x_scales, 1, 0, "x"),
+        operand(w, w_scales, contraction, column, "w"),
+        (column, contraction),
+        route,
+        group_rows=group_rows,
+        bias=bias,
+        out=out,
+        out_dtype=out_dtype,
+        product=product,
+        split=split,
+        tile=tile,
+    )
+
+
+def dgrad(
+    dy: Tensor,
+    dy_scales: Tensor,
+    w: Tensor,
+    w_scales: Tensor,
+    offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    product: str | None = None,
+    split: int = 1,
+    weights: str = "nk",
+    group_rows: int = 0,
+    check: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """dX[g] = dY[g] W[g]: dy [M,N], scales [M,N/32]; w [E,N,K] blocked along N, scales [E,N/32,K]; dx [M,K].
+
+    weights: "nk", or "kn" for w [E,K,N], scales [E,K,N/32]. The other options are forward's.
+    """
+    contraction, column = _weight_axes(weights, "nk", "kn")
+    route = _route(offsets, dy, group_rows, check)
+    return rows_gemm(
+        operand(dy, dy_scales, 1, 0, "dy"),
+        operand(w, w_scales, contraction, column, "w"),
+        (column, contraction),
+        route,
+        group_rows=group_rows,
+        out=out,
+        out_dtype=out_dtype,
+        product=product,
+        split=split,
+        tile=tile,
+    )
+
+
+def wgrad(
+    dy_t: Tensor,
+    dy_scales: Tensor,
+    x_t: Tensor,
+    x_scales: Tensor,
+    offsets: Tensor,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    product: str | None = None,
+    split: int = 1,
+    check: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """dW[g] = dY[g]^T X[g]: dy_t [N,M], scales [N,M/32]; x_t [K,M], scales [K,M/32]; dw [E,N,K], +0 for no tokens.
+
+    offsets: int32 [E], each a multiple of 32. The options are forward's.
+    """
+    check_route(offsets, dy_t.shape[1], 32, check)
+    return columns_gemm(
+        operand(dy_t, dy_scales, 1, 0, "dy_t"),
+        operand(x_t, x_scales, 1, 0, "x_t"),
+        offsets,
+        out=out,
+        out_dtype=out_dtype,
+        product=product,
+        split=split,
+        tile=tile,
+    )
+
+
+def _weight_axes(weights: str, *layouts: str) -> tuple[int, int]:
+    """The axes of N and K in the weights."""
+    if weights not in layouts:
+        raise ValueError(f"weights={weights!r}; expected one of {', '.join(layouts)}")
+    return weights.index("n") + 1, weights.index("k") + 1
+
+
+def _route(offsets: Tensor, tokens: Tensor, group_rows: int, check: bool) -> Tensor:
+    """offsets, or the experts of row groups, once their type and their length are known to be good."""
+    m = tokens.shape[0]
+    if group_rows == 0:
+        check_route(offsets, m, 1, check)
+    elif offsets.dtype != torch.int32 or tuple(offsets.shape) != (-(-m // group_rows),):
+        raise ValueError(
+            f"experts of row groups are {offsets.dtype} {tuple(offsets.shape)}; "
+            f"expected int32 {(-(-m // group_rows),)}, one for every {group_rows} of {m} rows"
+        )
+    return offsets
+
+
+# What mxgate.kernels.triton.builds registers, by "op_product" and "op_split".
+forward_dequant = partial(forward, product="dequant")
+forward_blocks = partial(forward, product="blocks")
+forward_scaled = partial(forward, product="scaled")
+forward_split = partial(forward, product="dequant", split=3)
+dgrad_dequant = partial(dgrad, product="dequant")
+dgrad_blocks = partial(dgrad, product="blocks")
+dgrad_scaled = partial(dgrad, product="scaled")
+dgrad_split = partial(dgrad, product="dequant", split=3)
+wgrad_dequant = partial(wgrad, product="dequant")
+wgrad_blocks = partial(wgrad, product="blocks")
+wgrad_scaled = partial(wgrad, product="scaled")
+wgrad_split = partial(wgrad, product="dequant", split=3)

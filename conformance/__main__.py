@@ -78,7 +78,9 @@ def anywhere(build: Build) -> bool:
 
 
 def choose_builds(names: Sequence[str], op: str | None, device: str | None = None) -> list[Build]:
-    """The builds that --build, --op and --device (of DEVICES) mean; without, those that any machine can run. Raises UsageError.
+    """The builds that --build, --op and --device (of DEVICES) mean; without, those that any machine can run.
+
+    Raises UsageError.
 
     With --device emu an outside build is one that launches through FlyDSL.
     """

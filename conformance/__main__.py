@@ -338,7 +338,8 @@ def cmd_report(args: argparse.Namespace) -> int:
 def _plan(folder: Path) -> dict[str, Any]:
     """What run.json says, its builds as records. Raises UsageError."""
     from mxgate.conformance.verdict import GATES
-    from mxgate.conformance.worker import Limits, build_from
+    from mxgate.conformance.worker import Limits
+    from mxgate.kernels.build import build_from
 
     try:
         plan = json.loads((folder / "run.json").read_bytes())

@@ -23,8 +23,7 @@ from typing import Any
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.run import RunReport, code_version
-from mxgate.conformance.worker import build_from
-from mxgate.kernels.build import Build, BuildError, registry, version
+from mxgate.kernels.build import Build, BuildError, build_from, registry, version
 
 FORMAT = "mxgate certificate 1"
 

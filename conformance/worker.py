@@ -45,8 +45,9 @@ from numpy.typing import NDArray
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
+from mxgate.conformance.layout import LayoutError, laid_out, layout, quantized
 from mxgate.kernels import build as build_module
-from mxgate.kernels.build import OPS, Build, BuildError, Unavailable
+from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, build_from
 
 CANARY = 0xA5
 MARGIN = 256  # canary bytes kept in front of every operand and output
@@ -84,18 +85,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 def _bytes(array: Array) -> NDArray[np.uint8]:
     """The bytes of a C-contiguous array, flat and without a copy."""
     return array.reshape(-1).view(np.uint8)
-
-
-def build_from(record: Mapping[str, Any]) -> Build:
-    """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
-    fields = dict(record)
-    for name in ("name", "op", "target", "accumulator", "profile", "device"):
-        if not isinstance(fields[name], str):
-            raise TypeError(f"{name} is no text")
-    for name in ("formats", "out_dtypes", "requires", "sources", "assumes"):
-        fields[name] = tuple(fields[name])
-    fields["options"] = tuple((key, value) for key, value in fields["options"])
-    return Build(**fields)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -451,17 +440,26 @@ class _Plane:
 
 @dataclass
 class _Input:
-    """An operand in its plane, with the bytes that it had when it came."""
+    """An operand in its plane, with the bytes that it had when it came.
+
+    tokens: (axis, end) of the part that holds tokens, or None. kept: which bytes are not padding, where the plane has
+    another layout than that.
+    """
 
     plane: _Plane
     pristine: Array
     array: Array
     tokens: tuple[int, int] | None
+    kept: NDArray[np.bool_] | None = None
 
     def repair(self) -> bool:
         """Put the bytes back; True when a token's byte had changed (padding may be zeroed in place)."""
         if _equal(self.plane.data, self.pristine):
             return False
+        if self.kept is not None:
+            changed = bool(((self.plane.data != self.pristine) & self.kept).any())
+            self.plane.data[:] = self.pristine
+            return changed
         was = self.pristine.view(self.array.dtype).reshape(self.array.shape)
         now = self.array
         if self.tokens is not None:
@@ -554,6 +552,8 @@ class _Server:
         for name in ("empty", "empty_like"):
             setattr(np, name, _filled(getattr(np, name)))
         self.function = self.build.load()
+        torch = self.torch
+        self.layout = layout(self.build, *((torch.wrap, torch.unwrap) if torch else (np.asarray, np.asarray)))
         return {"keywords": _keywords(self.function)}
 
     def operands(self, header: dict[str, Any], blobs: list[Array]) -> dict[str, Any]:
@@ -562,11 +562,17 @@ class _Server:
             self.inputs.clear()
             self.headers.clear()
         planes = {}
-        for spec, blob in zip(header["arrays"], blobs, strict=True):
-            plane = _Plane(blob.size)
-            plane.data[:] = blob
-            array = plane.data.view(_dtype(spec["dtype"])).reshape(spec["shape"])
-            planes[spec["name"]] = _Input(plane, blob, array, spec["tokens"] and tuple(spec["tokens"]))
+        given = [b.view(_dtype(s["dtype"])).reshape(s["shape"]) for s, b in zip(header["arrays"], blobs, strict=True)]
+        offsets = next((a for s, a in zip(header["arrays"], given, strict=True) if s["name"] == "offsets"), None)
+        for spec, operand in zip(header["arrays"], given, strict=True):
+            name, tokens, kept = spec["name"], spec["tokens"] and tuple(spec["tokens"]), None
+            if self.layout is not None and offsets is not None and name.endswith("_scales"):
+                operand, kept = laid_out(self.layout, operand, name, offsets, tokens)
+                tokens = None
+            plane = _Plane(operand.nbytes)
+            plane.data[:] = _bytes(operand)
+            array = plane.data.view(operand.dtype).reshape(operand.shape)
+            planes[name] = _Input(plane, _bytes(operand), array, tokens, kept)
         self.inputs[header["variant"]] = planes
         self.headers[header["variant"]] = header
         return {}
@@ -600,7 +606,7 @@ class _Server:
             aliases = next((n for n in planes if any(np.may_share_memory(p, planes[n].array) for p in parts)), None)
         margins = ["the result of the call before"] if digest(self.kept[0]) != self.kept[1] else []
         self.kept = (parts, digest(parts)) if out is None else ([], digest([]))
-        parts = [np.array(part, order="C") for part in parts]
+        parts = self.plain([np.array(part, order="C") for part in parts], header)
         changed = [name for name, operand in planes.items() if operand.repair()]
         margins += [f"{c} bytes before operand {n}" for n, i in planes.items() if (c := i.plane.changed())]
         if out is not None and (beyond := out.changed()):
@@ -625,6 +631,10 @@ class _Server:
                 raise ValueError(f"returned an array of dtype {value.dtype}")
         return list(values)
 
+    def plain(self, parts: list[Array], header: dict[str, Any]) -> list[Array]:
+        """The parts with their scales row-major."""
+        return quantized(self.build, parts, self.headers[header["variant"]]["values"].get("axis", 0))
+
     def clock(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         _fill_allocations(None)
         positional, keywords = self.arguments(header)
@@ -637,7 +647,7 @@ class _Server:
             times.append(after - before)
             if after > end:
                 break
-        last = digest([np.array(part, order="C") for part in self.unwrap(returned)])
+        last = digest(self.plain([np.array(part, order="C") for part in self.unwrap(returned)], header))
         for operand in self.inputs[header["variant"]].values():
             operand.repair()
         return {"digest": last}, [np.array(times, np.float64)]
@@ -676,7 +686,7 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 def _complaint(error: BaseException) -> str:
     """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
-    if isinstance(error, _Returned | BuildError | Unavailable):
+    if isinstance(error, _Returned | BuildError | LayoutError | Unavailable):
         return str(error)
     # Neither our own lines nor importlib's: both stand around the build's.
     own = (__file__, str(build_module.__file__), "<frozen")

@@ -21,7 +21,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, outside, registry
+from mxgate.kernels.build import OPS, Build, BuildError, Unavailable, apart, outside, registry
+from mxgate.kernels.installed import installed
 
 # The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -77,12 +78,12 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
         if not found:
             raise UsageError(f"no build of {op} runs with --device {device}")
         return found
+    named = list(dict.fromkeys(build for name in names for build in _builds_named(name, op, known)))
     chosen: dict[str, Build] = {}
-    for name in names:
-        for build in _builds_named(name, op, known):
-            if chosen.get(build.id, build) != build:
-                raise UsageError(f"two different builds are called {build.id}: give them to two runs")
-            chosen[build.id] = build
+    for build in apart(named):
+        if build.id in chosen:
+            raise UsageError(f"two different builds are called {build.id}: give them to two runs")
+        chosen[build.id] = build
     if device is not None and (other := [b.id for b in chosen.values() if not DEVICES[device](b)]):
         raise UsageError(f"{', '.join(other)} does not run with --device {device}")
     return list(chosen.values())
@@ -103,7 +104,8 @@ def _builds_named(name: str, op: str | None, known: Mapping[str, Build]) -> list
     if elsewhere:
         raise UsageError(f"build {name!r} computes {', '.join(elsewhere)}, not {op}")
     names = list(dict.fromkeys(n for b in known.values() if op in (None, b.op) for n in (b.name, b.id)))
-    raise UsageError(unknown("build", name, names, ", or path/to/file.py:callable"))
+    lost = "".join(f" ({note})" for note in installed()[1])
+    raise UsageError(unknown("build", name, names, ", or path/to/file.py:callable") + lost)
 
 
 def _no_fault(name: str, known: Sequence[str]) -> NoReturn:
@@ -111,16 +113,11 @@ def _no_fault(name: str, known: Sequence[str]) -> NoReturn:
 
 
 def _outside(target: str, op: str | None) -> Build:
-    """A build from outside the project; its op is the callable's name where --op is not given."""
-    attribute = target.rpartition(":")[2]
+    """A build from outside the project; its op is what mxgate.toml says, or the callable's name, without --op."""
     if ":" not in target:
         raise UsageError(f"{target!r} names a file and no callable; expected {target}:CALLABLE, such as {target}:wgrad")
-    if op is None and attribute not in OPS:
-        raise UsageError(
-            f"which op does {target!r} compute? give --op {', --op '.join(OPS)}".replace(", --op", " or --op")
-        )
     try:
-        return outside(op or attribute, target)
+        return outside(op, target)
     except BuildError as error:
         raise UsageError(str(error)) from None
     except (ImportError, ValueError) as error:
@@ -242,9 +239,7 @@ def cmd_run(args: argparse.Namespace) -> int:
         if args.build:
             raise UsageError(f"no chosen case is of the op of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
-    for build in builds:
-        if build.id not in registry() and not build.name.startswith("fault_"):
-            _try_loading(build, settings.limits)
+    _try_loading([b for b in builds if b.id not in registry() and not b.name.startswith("fault_")], settings.limits)
     out = _folder(args.out)
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         STATE.mkdir(exist_ok=True)
@@ -274,6 +269,7 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) ->
         "gates": list(report.settings.gates),
         "limits": asdict(report.settings.limits),
         "builds": [asdict(b) for b in report.builds],
+        "fingerprints": {result.build: result.fingerprint for result in report.results},
         "cases": [c.id for c in report.cases],
     }
     (out / "run.json").write_text(json.dumps(plan, indent=1) + "\n")
@@ -288,14 +284,18 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None) ->
     return int(report.exit_code)
 
 
-def _try_loading(build: Build, limits: Any) -> None:
-    """An outside build that cannot even be loaded is bad input, not a verdict."""
+def _try_loading(builds: Sequence[Build], limits: Any) -> None:
+    """Outside builds none of which can even be loaded are bad input. Among others such a build is rejected, for what it
+    does is nobody else's trouble."""
     from mxgate.conformance.worker import Child, ChildError
 
-    try:
-        Child(build, limits).close()
-    except ChildError as error:
-        raise UsageError(f"{build.target} cannot be loaded: {error}") from None
+    for number, build in enumerate(builds, 1):
+        try:
+            Child(build, limits).close()
+            return
+        except ChildError as error:
+            if number == len(builds):
+                raise UsageError(f"{build.target} cannot be loaded: {error}") from None
 
 
 def cmd_report(args: argparse.Namespace) -> int:
@@ -310,6 +310,8 @@ def cmd_report(args: argparse.Namespace) -> int:
     if any(plan["stamp"] != plans[0]["stamp"] for plan in plans):
         raise UsageError("these runs are not parts of one: their tiers, limits, gates or mxgate versions differ")
     builds = {b.id: b for plan in plans for b in plan["builds"]}
+    if other := next((b.id for plan in plans for b in plan["builds"] if b != builds[b.id]), None):
+        raise UsageError(f"two different builds are called {other} in these runs: report them one by one")
     cases = {name: _case(name) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
     settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
@@ -350,6 +352,7 @@ def _plan(folder: Path) -> dict[str, Any]:
             and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())
             and plan["tier"] in TIERS
             and bool(plan["gates"])
+            and isinstance(plan["fingerprints"], dict)
             and set(plan["gates"]) <= set(GATES)
             and not any(os.sep in build.name for build in plan["builds"])  # a name is part of a file name
         )
@@ -441,6 +444,8 @@ def cmd_list(args: argparse.Namespace) -> int:
 
     wanted = [args.listing] if args.listing else list(LISTS)
     found = {what: _listing(what, args.op, args.tier) for what in wanted}
+    for note in installed()[1] if "builds" in wanted else ():
+        print(f"mxgate: note: {note}", file=sys.stderr)
     if args.json:
         _print_json({"command": "list", **found})
         return 0
@@ -761,10 +766,12 @@ def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     plan = _plan(folder)
     builds = {b.id: b for b in plan["builds"]}
     results, _ = read_results(folder / "results.jsonl")
+    prints = plan["fingerprints"]  # another build of the name may have left results here before
     failed = [
         result
-        for (build, _, case, stamp), result in results.items()
-        if stamp == plan["stamp"] and result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
+        for (build, fingerprint, case, stamp), result in results.items()
+        if stamp == plan["stamp"] and prints.get(build) == fingerprint
+        if result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
         if args.build is None or args.build in (build, builds[build].name, builds[build].target)
         if args.case is None or fnmatch.fnmatchcase(case, args.case)
     ]
@@ -834,7 +841,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: CPU builds)",
+        help="a name from `mxgate list builds`, or path/to/file.py:callable (mxgate.toml beside it states its terms); "
+        "may be repeated (default: CPU builds)",
     )
     sub.add_argument(
         "--device",

@@ -77,7 +77,8 @@ def quantized(build: Build, parts: list[Array], axis: int) -> list[Array]:
     if build.op != "quantize" or build.scale_layout == "plain":
         return parts
     elements, scales = parts
-    shape = list(np.moveaxis(np.empty(elements.shape, np.int8), axis, -1).shape)
+    shape: list[int] = list(elements.shape)
+    shape.append(shape.pop(axis))
     *outer, rows, length = shape
     columns = length // BLOCK
     size = blocked_size(rows, columns)

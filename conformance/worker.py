@@ -152,7 +152,7 @@ class Child:
                 "variant": spec.variant,
                 "fill": spec.fill,
                 "out": spec.out if "out" in self.keywords else "none",
-                "out_dtype": None if case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype,
+                "out_dtype": asked_type(self.build, case),
                 "shape": shape,
                 "dtype": dtype,
                 "seed": _seed(case, spec) if "seed" in self.keywords and self.build.device != "cpu" else None,
@@ -182,9 +182,7 @@ class Child:
 
         Raises ChildError."""
         self._upload(case, variant, operands)
-        asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": None}
-        if case.op != "quantize" and case.out_dtype != "bfloat16":
-            asked["out_dtype"] = case.out_dtype
+        asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": asked_type(self.build, case)}
         limit = self.limits.seconds + seconds
         reply, blobs = self._ask(asked, (), limit, int(limit * _CALLS) * 8)
         if "error" in reply:
@@ -330,6 +328,13 @@ def _last_words(printed: str) -> str:
     said = printed.partition("Fatal Python error:")[0].split("\n")
     last = next((line.strip() for line in reversed(said) if line.strip()), "")
     return f", saying {last[:120]!r}" if last else ""
+
+
+def asked_type(build: Build, case: Case) -> str | None:
+    """The output type that a build has to be asked for: bfloat16 is what it writes unasked, or the only one it can."""
+    if case.op == "quantize" or case.out_dtype == "bfloat16" or build.out_dtypes == (case.out_dtype,):
+        return None
+    return case.out_dtype
 
 
 def _result(case: Case, operands: Operands) -> tuple[tuple[int, ...], str]:

@@ -94,9 +94,9 @@ class Build:
         at all. A wgrad kernel that masks its window by scales alone has the length of its window here.
     device: what runs it: "cpu", or the name of a GPU whose machine code is run on an emulator where there is no GPU.
     assumes: what a verdict takes for granted about that GPU, a sentence each; a certificate repeats it.
-    scale_layout: where scales lie: "plain" (row-major), "blocked-128x4" (mxgate.oracle.layouts; of weights each expert's
-        plane), "blocked-128x4-groups" (each group's plane as well), or file.py:function or package.module:function, called
-        as function(scales, name, offsets) with plain scales, for what the build takes in their place.
+    scale_layout: where scales lie: "plain" (row-major), "blocked-128x4" (mxgate.oracle.layouts; of weights each
+        expert's plane), "blocked-128x4-groups" (each group's plane as well), or file.py:function or
+        package.module:function, called as function(scales, name, offsets) for what the build takes in their place.
     requires: importable modules without which it is skipped. profile: what a quantize build follows.
     replaces: the id of the build whose bytes it must reproduce (the lineage gate).
     sources: further files in the fingerprint: module names, paths of .py files, or "package/file" for other files.
@@ -132,7 +132,7 @@ class Build:
                 raise BuildError(f"build {self.name!r}: {label} is {value!r}; expected one of {', '.join(allowed)}")
         if self.op == "quantize" and self.scale_layout not in ("plain", "blocked-128x4"):
             raise BuildError(
-                f"build {self.name!r}: scale_layout is {self.scale_layout!r}; expected plain or blocked-128x4 of quantize"
+                f"build {self.name!r}: scale_layout is {self.scale_layout!r}; expected plain or blocked-128x4"
             )
         for label, number, least in (("group_alignment", self.group_alignment, 1), ("nan_reach", self.nan_reach, 0)):
             if not isinstance(number, int) or number < least:
@@ -184,8 +184,9 @@ class Build:
     def fingerprint(self) -> str:
         """SHA-256 over the record, its source files, the versions of what it runs on and the build it replaces.
 
-        For a build from outside the project its source files include mxgate.toml and what it imports from beside itself,
-        as far as import statements tell; the same goes for a function that lays out its scales. Raises BuildError when a source is not there.
+        For a build from outside the project its source files include mxgate.toml and what it imports from beside
+        itself, as far as import statements tell; the same goes for a function that lays out its scales. Raises
+        BuildError when a source is not there.
         """
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
         places = [t.rpartition(":")[0] for t in (self.target, self.scale_layout) if ":" in t]

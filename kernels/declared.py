@@ -1,7 +1,7 @@
 """What an outside build says of itself: a table of mxgate.toml, or the mapping that a package registers.
 
-`mxgate.toml` lies in the folder of the file that holds the callable and has one table for each callable, named after it,
-or after file and callable where two files have one of the same name:
+`mxgate.toml` lies in the folder of the file that holds the callable and has one table for each callable, named after
+it, or after file and callable where two files have one of the same name:
 
     [wgrad]
     arrays = "torch"

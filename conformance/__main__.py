@@ -696,6 +696,13 @@ def cmd_fixtures(args: argparse.Namespace) -> int:
                 text.say(to, line)
             text.say(to, f"{len(wrong)} differences" if wrong else f"{total} cases are made again bit for bit")
             return 1 if wrong else 0
+        if args.action == "export":
+            from mxgate.fixtures.export import export
+
+            if args.folder is None:
+                raise UsageError("where to? expected `mxgate fixtures export DIR`")
+            export(args.folder, lambda line: text.say(to, line))
+            return 0
         if args.action == "capture":
             from mxgate.fixtures.capture_moe import capture
 
@@ -945,15 +952,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--quick", action="store_true", help="a small size, on which no target is judged")
     as_json(sub)
 
-    sub = command("fixtures", cmd_fixtures, "verify, generate, list or capture the tensors in fixtures/")
-    actions = ("verify", "generate", "list", "capture")
+    sub = command("fixtures", cmd_fixtures, "verify, generate, list, export or capture the tensors in fixtures/")
+    actions = ("verify", "generate", "list", "export", "capture")
     sub.add_argument(
         "action",
         choices=actions,
         metavar="ACTION",
         help="verify: make every tensor again and compare; generate: write them; list: what there is; "
+        "export: write the golden ones as raw bytes and JSON; "
         "capture: train the small model again (needs torch), then generate",
     )
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="where an export goes")
 
     sub = command("list", cmd_list, "list builds, cases, gates, faults, formats, profiles or accumulators")
     sub.add_argument("listing", nargs="?", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))

@@ -242,4 +242,8 @@ def _named(build: Build) -> str:
         same = outside(build.op, build.target) == build
     except BuildError:
         same = False
-    return shlex.quote(build.target) + ("" if same else " (with its terms in mxgate.toml beside it)")
+    where, _, attribute = build.target.rpartition(":")
+    near = os.path.relpath(where) if os.path.isabs(where) else where
+    return shlex.quote(f"{min(near, where, key=len)}:{attribute}") + (
+        "" if same else " (with its terms in mxgate.toml beside it)"
+    )

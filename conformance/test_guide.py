@@ -62,10 +62,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(folder: Path, name: str, *words: str, **environment: str) -> list[dict[str, Any]]:
     """Run the guide's own command for a file, with further words."""
     (command,) = [c for c in COMMANDS if name in c]
-    *settings, _, run = re.split(r"(?:^| )(?=mxgate run)|(?<=\S) (?=mxgate)", command)
-    environment |= dict(s.split("=") for s in settings if "=" in s)
+    settings, _, run = command.partition("mxgate ")
+    environment |= dict(word.split("=", 1) for word in settings.split())
     done = subprocess.run(
-        [sys.executable, "-m", "mxgate.conformance", *run.split()[1:], "--json", *words],
+        [sys.executable, "-m", "mxgate.conformance", *run.split(), "--json", *words],
         cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
@@ -94,15 +94,19 @@ def test_torch(folder: Path) -> None:
 
 
 def test_triton(folder: Path) -> None:
-    """Not the whole tier: an accept is not asked for, only that nothing rejects."""
     pytest.importorskip("torch")
     pytest.importorskip("triton")
-    cases = ("32x48/17blocks/all-scales", "64x96/empties/signature", "64x96/shift32/special")
+    passes(folder, "triton_wgrad.py", "32x48/17blocks/all-scales", "64x96/shift32/special", CUDA_VISIBLE_DEVICES="")
+
+
+def passes(folder: Path, name: str, *cases: str, **environment: str) -> None:
+    """On some cases of the tier an accept is not to be had, but nothing may be rejected."""
     words = [word for case in cases for word in ("--case", f"wgrad/{case}")]
-    (verdict,) = judged(folder, "triton_wgrad.py", *words, CUDA_VISIBLE_DEVICES="")
+    (verdict,) = judged(folder, name, *words, **environment)
     gates = verdict["gates"]
-    assert verdict["verdict"] == "inconclusive" and gates["exact"] == gates["padding"] == gates["special"] == "pass"
-    assert not {"reject", "inconclusive"} & set(gates.values()), verdict
+    assert verdict["verdict"] == "inconclusive" and not {"reject", "inconclusive"} & set(gates.values()), verdict
+    passed = ("contract", "reproducible", "padding", "exact", "special")
+    assert all(gates[gate] == "pass" for gate in passed), verdict
 
 
 def test_hip(folder: Path, tmp_path: Path) -> None:
@@ -117,8 +121,8 @@ def test_hip(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "hip/hip_runtime.h").write_text(SHIM)
     words = ["-x", "c++", "-O2", "-shared", "-fPIC", "-I.", "-o", "libwgrad.so", "wgrad.hip"]
     subprocess.run([compiler, *words], cwd=tmp_path, check=True, timeout=120)
-    (verdict,) = judged(tmp_path, "hip_wgrad.py")
-    assert verdict["verdict"] == "accept", verdict
+    families = ("ramp1.5/signature", "empties/signature", "shift32/special", "ramp1.5/normal", "uniform/all-codes")
+    passes(tmp_path, "hip_wgrad.py", "32x48/17blocks/all-scales", *(f"64x96/{family}" for family in families))
 
 
 def test_pytest(folder: Path) -> None:

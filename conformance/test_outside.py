@@ -225,14 +225,6 @@ def test_terms_are_in_the_verdict_and_the_certificate(say: Say, tmp_path: Path) 
 # torch, and scale layouts
 
 
-def test_a_torch_build_takes_cpu_tensors(say: Say, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    (tmp_path / "mine.py").write_text(TORCH)
-    (tmp_path / "mxgate.toml").write_text('[wgrad]\narrays = "torch"\n')
-    found = verdicts(say, "--op", "wgrad", "--build", "mine.py:wgrad", *FEW, "--case", f"{CASES[2]}+float32")
-    assert found["wgrad/mine.wgrad"]["verdict"] == "accept", found
-
-
 def test_a_torch_build_that_is_missing_torch_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TORCH)
     (tmp_path / "mxgate.toml").write_text('[wgrad]\narrays = "torch"\n')
@@ -569,20 +561,16 @@ def test_nobody_else_is_harmed(beside: dict[str, dict[str, Any]], what: str) -> 
         assert SAYS[what] in beside[what]["first_finding"]["what"]
 
 
-@pytest.mark.parametrize("what", ["default dtype", "views"])
-def test_nobody_else_is_harmed_by_torch(say: Say, tmp_path: Path, what: str) -> None:
+def test_torch_builds_take_cpu_tensors_and_harm_nobody(say: Say, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    change = {
-        "default dtype": ("torch.set_default_dtype(torch.float64)\n", "return right(*operands)", "accept"),
-        "views": ("", "return operands[0][None, :, :96].view(torch.uint8)", "reject"),
-    }[what]
-    text = TORCH.replace("def wgrad", "def right") + f"\n{change[0]}\ndef wgrad(*operands):\n    {change[1]}\n"
-    (tmp_path / "nasty.py").write_text(text)
+    right = TORCH.replace("def wgrad", "def right") + "\ndef wgrad(*operands):\n    "
+    (tmp_path / "sets.py").write_text(f"{right}torch.set_default_dtype(torch.float64)\n    return right(*operands)\n")
+    (tmp_path / "views.py").write_text(f"{right}return operands[0][None, :, :96].view(torch.uint8)\n")
     (tmp_path / "mine.py").write_text(TORCH)
     (tmp_path / "mxgate.toml").write_text('[wgrad]\narrays = "torch"\n')
-    found = verdicts(say, "--op", "wgrad", "--build", "nasty.py:wgrad", "--build", "mine.py:wgrad", *FEW)
-    assert found["wgrad/mine.wgrad"]["verdict"] == "accept"
-    assert found["wgrad/nasty.wgrad"]["verdict"] == change[2], found
+    words = [word for name in ("sets", "views", "mine") for word in ("--build", f"{name}.py:wgrad")]
+    found = verdicts(say, "--op", "wgrad", *words, *FEW, "--case", f"{CASES[2]}+float32")
+    assert [v["verdict"] for v in found.values()] == ["accept", "reject", "accept"], found
 
 
 def test_builds_none_of_which_can_be_loaded_are_bad_input(say: Say, tmp_path: Path) -> None:

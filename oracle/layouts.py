@@ -1,8 +1,8 @@
 """Where the scale of a block lies: the layouts that kernels read scales from, beside plain row-major.
 
-Blackwell's block-scaled matrix instructions take scales in tiles of 128 rows by 4 blocks, 512 bytes each, one tile after
-another along the contraction and then down the rows (cuBLAS documentation, "1D block scaling factors layout"). In a
-tile the scale of row r and block c is byte
+Blackwell's block-scaled matrix instructions take scales in tiles of 128 rows by 4 blocks, 512 bytes each, one tile
+after another along the contraction and then down the rows (cuBLAS documentation, "1D block scaling factors layout"). In
+a tile the scale of row r and block c is byte
 
     16 * (r mod 32) + 4 * (r div 32) + c
 

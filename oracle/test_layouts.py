@@ -64,7 +64,8 @@ def test_a_group_is_laid_out_as_if_it_were_alone(ends: tuple[int, ...], axis: in
         assert blocked[at : at + size].tobytes() == to_blocked(alone).tobytes()
         start, at = end, at + size
     assert blocked.shape == (at,)
-    back = from_blocked_groups(blocked, *scales.shape, ends, axis)
+    rows, columns = scales.shape
+    back = from_blocked_groups(blocked, rows, columns, ends, axis)
     (back if axis == 0 else back.T)[ends[-1] :] = (scales if axis == 0 else scales.T)[ends[-1] :]
     assert back.tobytes() == scales.tobytes()
 

@@ -100,10 +100,10 @@ def _is_target(text: str) -> bool:
     return bool(where) and attribute.isidentifier()
 
 
-def fields(given: Mapping[str, Any], at: str, folder: Path) -> dict[str, Any]:
-    """The build fields that a table states. Files in it are taken from `folder`. `at`: how an error begins.
+def fields(given: Mapping[str, Any], at: str, folder: Path | None) -> dict[str, Any]:
+    """The build fields that a table states. `at`: how an error begins.
 
-    Raises BuildError.
+    folder: from where files in it are taken; None where they are named as in Build. Raises BuildError.
     """
     found: dict[str, Any] = {}
     for key, value in given.items():
@@ -119,6 +119,8 @@ def fields(given: Mapping[str, Any], at: str, folder: Path) -> dict[str, Any]:
         found["options"] = tuple(
             (str(k), v if isinstance(v, str) else json.dumps(v)) for k, v in sorted(found["options"].items())
         )
+    if folder is None:
+        return found
     if "sources" in found:
         found["sources"] = tuple(str((folder / name).resolve()) for name in found["sources"])
         if missing := next((name for name in found["sources"] if not Path(name).is_file()), None):
@@ -173,7 +175,7 @@ def registered(name: str, given: Mapping[str, Any], at: str) -> Build:
         raise BuildError(f"{at}: target is {target!r}; expected package.module:callable")
     if not isinstance(name, str) or not name or os.sep in name:
         raise BuildError(f"{at}: name is {name!r}; expected a word")
-    stated = fields(rest, at, Path.cwd())
+    stated = fields(rest, at, None)
     if "op" not in stated:
         raise BuildError(f"{at}: there is no op; expected {KEYS['op'][0]}")
     return outside_terms(name, target, stated, at)

@@ -321,7 +321,7 @@ def cmd_report(args: argparse.Namespace) -> int:
     wanted = {
         (build, case): result
         for (build, fingerprint, case, under), result in known.items()
-        if under == stamp and prints.get(build) == fingerprint
+        if under == stamp and prints.get(build, fingerprint) == fingerprint
     }
     report = summarise(
         list(builds.values()),
@@ -347,6 +347,7 @@ def _plan(folder: Path) -> dict[str, Any]:
         plan = json.loads((folder / "run.json").read_bytes())
         plan["builds"] = [build_from(record) for record in plan["builds"]]
         plan["limits"] = Limits(**plan["limits"])
+        plan.setdefault("fingerprints", {})
         sound = (
             all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"]))
             and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())

@@ -33,7 +33,7 @@ from mxgate.conformance import data, gates
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict, judge
-from mxgate.conformance.worker import Child, ChildError, Limits, Stopped, asked_type
+from mxgate.conformance.worker import Child, ChildError, Limits, Stopped
 from mxgate.fixtures import MANIFEST, store
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import Build, registry
@@ -369,7 +369,7 @@ class Runner:
             try:
                 for spec in specs:
                     operands = context.operands(spec.variant)
-                    typed = asked_type(build, context.case) is not None
+                    typed = child.asked_type(context.case) is not None
                     for name in (*(operands.extra or {}), *(["out_dtype"] if typed else [])):
                         if name not in child.keywords:
                             raise _Declined(f"takes no {name}")

@@ -152,7 +152,7 @@ class Child:
                 "variant": spec.variant,
                 "fill": spec.fill,
                 "out": spec.out if "out" in self.keywords else "none",
-                "out_dtype": asked_type(self.build, case),
+                "out_dtype": self.asked_type(case),
                 "shape": shape,
                 "dtype": dtype,
                 "seed": _seed(case, spec) if "seed" in self.keywords and self.build.device != "cpu" else None,
@@ -177,12 +177,17 @@ class Child:
             aliases=reply["aliases"],
         )
 
+    def asked_type(self, case: Case) -> str | None:
+        """The output type to ask for: None for bfloat16, and for the only one of a callable that cannot be asked."""
+        only = "out_dtype" not in self.keywords and self.build.out_dtypes == (case.out_dtype,)
+        return None if only or case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype
+
     def clock(self, case: Case, variant: str, operands: Operands, seconds: float) -> tuple[list[float], str]:
         """Call the build over and over for that long: the time of each call in seconds, and the last output's digest.
 
         Raises ChildError."""
         self._upload(case, variant, operands)
-        asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": asked_type(self.build, case)}
+        asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": self.asked_type(case)}
         limit = self.limits.seconds + seconds
         reply, blobs = self._ask(asked, (), limit, int(limit * _CALLS) * 8)
         if "error" in reply:
@@ -328,13 +333,6 @@ def _last_words(printed: str) -> str:
     said = printed.partition("Fatal Python error:")[0].split("\n")
     last = next((line.strip() for line in reversed(said) if line.strip()), "")
     return f", saying {last[:120]!r}" if last else ""
-
-
-def asked_type(build: Build, case: Case) -> str | None:
-    """The output type that a build has to be asked for: bfloat16 is what it writes unasked, or the only one it can."""
-    if case.op == "quantize" or case.out_dtype == "bfloat16" or build.out_dtypes == (case.out_dtype,):
-        return None
-    return case.out_dtype
 
 
 def _result(case: Case, operands: Operands) -> tuple[tuple[int, ...], str]:

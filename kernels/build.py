@@ -380,7 +380,7 @@ def outside(op: str | None, target: str) -> Build:
     if op not in (None, said):
         raise BuildError(f"{at}: op is {said!r}; expected {op!r}, as was asked for")
     if said not in OPS:
-        raise BuildError(f"which op does {target!r} compute? expected --op {', '.join(OPS)}, or op in {TERMS}")
+        raise BuildError(f"which op does {target!r} compute? give --op {', '.join(OPS)}, or op in {TERMS}")
     older = stated.get("replaces")
     if older is not None and (older not in registry() or registry()[older].op != said):
         known = ", ".join(b.id for b in registry().values() if b.op == said)

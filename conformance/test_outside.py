@@ -155,7 +155,7 @@ def test_a_profile_and_an_op_of_another_name(tmp_path: Path) -> None:
 def test_an_op_that_nobody_says_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def cast(x, axis): ...\n")
     with pytest.raises(
-        BuildError, match="which op does '.*mine.py:cast' compute\\? give --op forward, .* or op in mxg"
+        BuildError, match=r"which op does '.*mine.py:cast' compute\? give --op forward, .* or op in mxg"
     ):
         outside(None, f"{tmp_path / 'mine.py'}:cast")
 

@@ -20,8 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, outside, registry
+from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, apart, outside, registry
 from mxgate.kernels.gpu import is_emulated, is_gpu
+from mxgate.kernels.installed import installed
 from mxgate.kernels.triton.builds import INTERPRETED
 
 # The runner's threads keep the cores busy; a BLAS that starts threads of its own only gets in their way.
@@ -91,17 +92,16 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
         if not found:
             raise UsageError(f"no build of {op} runs with --device {device or 'cpu or emu'}")
         return found
-    chosen: dict[str, Build] = {}
-    for name in names:
-        found = _builds_named(name, op, known)
-        if device == "emu" and (":" in name or name.endswith(".py")):
-            from mxgate.kernels.gfx950 import virtual
+    named = list(dict.fromkeys(build for name in names for build in _builds_named(name, op, known)))
+    if device == "emu":
+        from mxgate.kernels.gfx950 import virtual
 
-            found = [virtual.emulated(b) for b in found]
-        for build in found:
-            if chosen.get(build.id, build) != build:
-                raise UsageError(f"two different builds are called {build.id}: give them to two runs")
-            chosen[build.id] = build
+        named = [b if is_emulated(b.device) or b.id in registry() else virtual.emulated(b) for b in named]
+    chosen: dict[str, Build] = {}
+    for build in apart(named):
+        if build.id in chosen:
+            raise UsageError(f"two different builds are called {build.id}: give them to two runs")
+        chosen[build.id] = build
     if device is not None and (other := [b.id for b in chosen.values() if not DEVICES[device](b)]):
         raise UsageError(f"{', '.join(other)} does not run with --device {device}")
     return list(chosen.values())
@@ -122,7 +122,8 @@ def _builds_named(name: str, op: str | None, known: Mapping[str, Build]) -> list
     if elsewhere:
         raise UsageError(f"build {name!r} computes {', '.join(elsewhere)}, not {op}")
     names = list(dict.fromkeys(n for b in known.values() if op in (None, b.op) for n in (b.name, b.id)))
-    raise UsageError(unknown("build", name, names, ", or path/to/file.py:callable"))
+    lost = "".join(f" ({note})" for note in installed()[1])
+    raise UsageError(unknown("build", name, names, ", or path/to/file.py:callable") + lost)
 
 
 def _no_fault(name: str, known: Sequence[str]) -> NoReturn:
@@ -130,16 +131,11 @@ def _no_fault(name: str, known: Sequence[str]) -> NoReturn:
 
 
 def _outside(target: str, op: str | None) -> Build:
-    """A build from outside the project; its op is the callable's name where --op is not given."""
-    attribute = target.rpartition(":")[2]
+    """A build from outside the project; its op is what mxgate.toml says, or the callable's name, without --op."""
     if ":" not in target:
         raise UsageError(f"{target!r} names a file and no callable; expected {target}:CALLABLE, such as {target}:wgrad")
-    if op is None and attribute not in OPS:
-        raise UsageError(
-            f"which op does {target!r} compute? give --op {', --op '.join(OPS)}".replace(", --op", " or --op")
-        )
     try:
-        return outside(op or attribute, target)
+        return outside(op, target)
     except BuildError as error:
         raise UsageError(str(error)) from None
     except (ImportError, ValueError) as error:
@@ -287,9 +283,7 @@ def cmd_run(args: argparse.Namespace) -> int:
         if args.build:
             raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
-    for build in builds:
-        if build.id not in registry() and not build.name.startswith("fault_"):
-            _try_loading(build, settings.limits)
+    _try_loading([b for b in builds if b.id not in registry() and not b.name.startswith("fault_")], settings.limits)
     out = _folder(args.out)
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         STATE.mkdir(exist_ok=True)
@@ -333,6 +327,7 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None, ht
         "gates": list(report.settings.gates),
         "limits": asdict(report.settings.limits),
         "builds": [asdict(b) for b in report.builds],
+        "fingerprints": {result.build: result.fingerprint for result in report.results},
         "cases": [c.id for c in report.cases],
         "files": sorted({c.source for c in report.cases if c.source}),
     }
@@ -369,14 +364,18 @@ def _write_html(report: Any, path: Path, out: Path) -> None:
         html.write(report, path, ledgers=ledgers, timings=timings, watch=step)
 
 
-def _try_loading(build: Build, limits: Any) -> None:
-    """An outside build that cannot even be loaded is bad input, not a verdict."""
+def _try_loading(builds: Sequence[Build], limits: Any) -> None:
+    """Outside builds none of which can even be loaded are bad input. Among others such a build is rejected, for what it
+    does is nobody else's trouble."""
     from mxgate.conformance.worker import Child, ChildError
 
-    try:
-        Child(build, limits).close()
-    except ChildError as error:
-        raise UsageError(f"{build.target} cannot be loaded: {error}") from None
+    for number, build in enumerate(builds, 1):
+        try:
+            Child(build, limits).close()
+            return
+        except ChildError as error:
+            if number == len(builds):
+                raise UsageError(f"{build.target} cannot be loaded: {error}") from None
 
 
 def cmd_report(args: argparse.Namespace) -> int:
@@ -391,6 +390,8 @@ def cmd_report(args: argparse.Namespace) -> int:
     if any(plan["stamp"] != plans[0]["stamp"] for plan in plans):
         raise UsageError("these runs are not parts of one: their tiers, limits, gates or mxgate versions differ")
     builds = {b.id: b for plan in plans for b in plan["builds"]}
+    if other := next((b.id for plan in plans for b in plan["builds"] if b != builds[b.id]), None):
+        raise UsageError(f"two different builds are called {other} in these runs: report them one by one")
     cases = {name: _case(name, plan["files"]) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
     settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
@@ -400,7 +401,7 @@ def cmd_report(args: argparse.Namespace) -> int:
     wanted = {
         (build, case): result
         for (build, fingerprint, case, under), result in known.items()
-        if under == stamp and prints.get(build) == fingerprint
+        if under == stamp and prints.get(build, fingerprint) == fingerprint
     }
     report = summarise(
         list(builds.values()),
@@ -419,17 +420,20 @@ def cmd_report(args: argparse.Namespace) -> int:
 def _plan(folder: Path) -> dict[str, Any]:
     """What run.json says, its builds as records. Raises UsageError."""
     from mxgate.conformance.verdict import GATES
-    from mxgate.conformance.worker import Limits, build_from
+    from mxgate.conformance.worker import Limits
+    from mxgate.kernels.build import build_from
 
     try:
         plan = json.loads((folder / "run.json").read_bytes())
         plan["builds"] = [build_from(record) for record in plan["builds"]]
         plan["limits"] = Limits(**plan["limits"])
+        plan.setdefault("fingerprints", {})
         sound = (
             all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"], *plan["files"]))
             and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())
             and plan["tier"] in TIERS
             and bool(plan["gates"])
+            and isinstance(plan["fingerprints"], dict)
             and set(plan["gates"]) <= set(GATES)
             and not any(os.sep in build.name for build in plan["builds"])  # a name is part of a file name
         )
@@ -521,6 +525,8 @@ def cmd_list(args: argparse.Namespace) -> int:
 
     wanted = [args.listing] if args.listing else list(LISTS)
     found = {what: _listing(what, args.op, args.tier) for what in wanted}
+    for note in installed()[1] if "builds" in wanted else ():
+        print(f"mxgate: note: {note}", file=sys.stderr)
     if args.json:
         _print_json({"command": "list", **found})
         return 0
@@ -822,6 +828,13 @@ def cmd_fixtures(args: argparse.Namespace) -> int:
                 text.say(to, line)
             text.say(to, f"{len(wrong)} differences" if wrong else f"{total} cases are made again bit for bit")
             return 1 if wrong else 0
+        if args.action == "export":
+            from mxgate.fixtures.export import export
+
+            if args.folder is None:
+                raise UsageError("where to? expected `mxgate fixtures export DIR`")
+            export(args.folder, lambda line: text.say(to, line))
+            return 0
         if args.action == "capture":
             from mxgate.fixtures.capture_moe import capture
 
@@ -917,10 +930,12 @@ def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     plan = _plan(folder)
     builds = {b.id: b for b in plan["builds"]}
     results, _ = read_results(folder / "results.jsonl")
+    prints = plan["fingerprints"]  # another build of the name may have left results here before
     failed = [
         result
-        for (build, _, case, stamp), result in results.items()
-        if stamp == plan["stamp"] and result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
+        for (build, fingerprint, case, stamp), result in results.items()
+        if stamp == plan["stamp"] and prints.get(build) == fingerprint
+        if result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
         if args.build is None or args.build in (build, builds[build].name, builds[build].target)
         if args.case is None or fnmatch.fnmatchcase(case, args.case)
     ]
@@ -1003,7 +1018,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a name from `mxgate list builds`, or path/to/file.py:callable; may be repeated (default: CPU builds)",
+        help="a name from `mxgate list builds`, or path/to/file.py:callable (mxgate.toml beside it states its terms); "
+        "may be repeated (default: CPU builds)",
     )
     sub.add_argument(
         "--device",
@@ -1133,15 +1149,17 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--quick", action="store_true", help="a small size, on which no target is judged")
     as_json(sub)
 
-    sub = command("fixtures", cmd_fixtures, "verify, generate, list or capture the tensors in fixtures/")
-    actions = ("verify", "generate", "list", "capture")
+    sub = command("fixtures", cmd_fixtures, "verify, generate, list, export or capture the tensors in fixtures/")
+    actions = ("verify", "generate", "list", "export", "capture")
     sub.add_argument(
         "action",
         choices=actions,
         metavar="ACTION",
         help="verify: make every tensor again and compare; generate: write them; list: what there is; "
+        "export: write the golden ones as raw bytes and JSON; "
         "capture: train the small model again (needs torch), then generate",
     )
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="where an export goes")
 
     sub = command("list", cmd_list, "list builds, cases, gates, faults, formats, profiles or accumulators")
     sub.add_argument("listing", nargs="?", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))

@@ -23,8 +23,7 @@ from typing import Any
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.run import RunReport, code_version
-from mxgate.conformance.worker import build_from
-from mxgate.kernels.build import Build, BuildError, registry, version
+from mxgate.kernels.build import Build, BuildError, build_from, registry, version
 from mxgate.kernels.gpu import gpu, is_gpu
 
 FORMAT = "mxgate certificate 1"
@@ -77,7 +76,7 @@ def write_all(report: RunReport, folder: Path) -> list[Path]:
     """A certificate for every accepted build of a finished plan; a rejected build loses the one it had."""
     written = []
     for build, verdict in zip(report.builds, report.verdicts, strict=True):
-        path = folder / f"{build.op}-{build.name}.json"
+        path = _place(folder, build)
         if verdict.word != "accept":
             if verdict.word == "reject":
                 path.unlink(missing_ok=True)
@@ -101,6 +100,18 @@ def write_all(report: RunReport, folder: Path) -> list[Path]:
         partial.replace(path)
         written.append(path)
     return written
+
+
+def _place(folder: Path, build: Build) -> Path:
+    """Where a build's certificate lies: under its name, unless another build of that name has one there."""
+    path = folder / f"{build.op}-{build.name}.json"
+    apart = path.with_name(f"{path.stem}-{hashlib.sha256(build.target.encode()).hexdigest()[:8]}.json")
+    if apart.exists():
+        return apart
+    try:
+        return path if read(path).build.target == build.target else apart
+    except CertificateError:
+        return path
 
 
 def read(path: Path) -> Certificate:

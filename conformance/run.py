@@ -371,7 +371,7 @@ class Runner:
             try:
                 for spec in specs:
                     operands = context.operands(spec.variant)
-                    typed = context.case.op != "quantize" and context.case.out_dtype != "bfloat16"
+                    typed = child.asked_type(context.case) is not None
                     for name in (*(operands.extra or {}), *(["out_dtype"] if typed else [])):
                         if name not in child.keywords:
                             raise _Declined(f"takes no {name}")

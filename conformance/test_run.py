@@ -450,7 +450,7 @@ def test_junit_has_a_testcase_for_every_case_and_gate(say: Say, source: Path, tm
         ("run --build no/such.py:wgrad", "no file 'no/such.py'"),
         ("run --build no.such.module:wgrad", "no.such"),
         ("run --build mine.py", "names a file and no callable; expected mine.py:CALLABLE"),
-        ("run --build mine.py:f", "which op does 'mine.py:f' compute? give --op"),
+        ("run --build mine.py:f", "no file 'mine.py'; a build is path/to/file.py:callable"),
         ("run --shard 3/2", "'3/2' is no shard; expected i/n"),
         ("run --shard x", "'x' is no shard"),
         ("run --jobs 0", "'0' is not a whole number above 0"),

@@ -28,8 +28,7 @@ import numpy as np
 
 from mxgate import oracle
 from mxgate.conformance.case import Case
-from mxgate.conformance.worker import build_from
-from mxgate.kernels.build import BLOCK, Build
+from mxgate.kernels.build import BLOCK, Build, build_from
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.quantize import MXArray
 

@@ -45,8 +45,9 @@ from numpy.typing import NDArray
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
+from mxgate.conformance.layout import LayoutError, laid_out, layout, quantized
 from mxgate.kernels import build as build_module
-from mxgate.kernels.build import HIP, OPS, Build, BuildError, Unavailable, hip
+from mxgate.kernels.build import HIP, OPS, Build, BuildError, Unavailable, build_from, hip
 from mxgate.kernels.gpu import is_emulated, is_gpu
 
 _EMULATOR = os.path.join(os.path.dirname(str(build_module.__file__)), "gfx950")
@@ -88,18 +89,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 def _bytes(array: Array) -> NDArray[np.uint8]:
     """The bytes of a C-contiguous array, flat and without a copy."""
     return array.reshape(-1).view(np.uint8)
-
-
-def build_from(record: Mapping[str, Any]) -> Build:
-    """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
-    fields = dict(record)
-    for name in ("name", "op", "target", "accumulator", "profile", "device"):
-        if not isinstance(fields[name], str):
-            raise TypeError(f"{name} is no text")
-    for name in ("formats", "out_dtypes", "requires", "sources", "assumes"):
-        fields[name] = tuple(fields[name])
-    fields["options"] = tuple((key, value) for key, value in fields["options"])
-    return Build(**fields)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,7 +159,7 @@ class Child:
                 "variant": spec.variant,
                 "fill": spec.fill,
                 "out": spec.out if "out" in self.keywords else "none",
-                "out_dtype": None if case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype,
+                "out_dtype": self.asked_type(case),
                 "shape": shape,
                 "dtype": dtype,
                 "seed": _seed(case, spec) if is_emulated(self.build.device) else None,
@@ -196,14 +185,17 @@ class Child:
             aliases=reply["aliases"],
         )
 
+    def asked_type(self, case: Case) -> str | None:
+        """The output type to ask for: None for bfloat16, and for the only one of a callable that cannot be asked."""
+        only = "out_dtype" not in self.keywords and self.build.out_dtypes == (case.out_dtype,)
+        return None if only or case.op == "quantize" or case.out_dtype == "bfloat16" else case.out_dtype
+
     def clock(self, case: Case, variant: str, operands: Operands, seconds: float) -> tuple[list[float], str]:
         """Call the build over and over for that long: the time of each call in seconds, and the last output's digest.
 
         Raises ChildError."""
         self._upload(case, variant, operands)
-        asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": None}
-        if case.op != "quantize" and case.out_dtype != "bfloat16":
-            asked["out_dtype"] = case.out_dtype
+        asked = {"do": "clock", "variant": variant, "seconds": seconds, "out_dtype": self.asked_type(case)}
         limit = self.limits.seconds + seconds
         reply, blobs = self._ask(asked, (), limit, int(limit * _CALLS) * 8)
         if "error" in reply:
@@ -459,17 +451,26 @@ class _Plane:
 
 @dataclass
 class _Input:
-    """An operand in its plane, with the bytes that it had when it came."""
+    """An operand in its plane, with the bytes that it had when it came.
+
+    tokens: (axis, end) of the part that holds tokens, or None. kept: which bytes are not padding, where the plane has
+    another layout than that.
+    """
 
     plane: _Plane
     pristine: Array
     array: Array
     tokens: tuple[int, int] | None
+    kept: NDArray[np.bool_] | None = None
 
     def repair(self) -> bool:
         """Put the bytes back; True when a token's byte had changed (padding may be zeroed in place)."""
         if _equal(self.plane.data, self.pristine):
             return False
+        if self.kept is not None:
+            changed = bool(((self.plane.data != self.pristine) & self.kept).any())
+            self.plane.data[:] = self.pristine
+            return changed
         was = self.pristine.view(self.array.dtype).reshape(self.array.shape)
         now = self.array
         if self.tokens is not None:
@@ -653,6 +654,8 @@ class _Server:
             os.environ.update(_NO_LAUNCH)
         with _understood():
             self.function = self.build.load()
+        torch = self.torch
+        self.layout = layout(self.build, *((torch.wrap, torch.unwrap) if torch else (np.asarray, np.asarray)))
         self.keywords = _keywords(self.function)
         return {"keywords": self.keywords}
 
@@ -662,11 +665,17 @@ class _Server:
             self.inputs.clear()
             self.headers.clear()
         planes = {}
-        for spec, blob in zip(header["arrays"], blobs, strict=True):
-            plane = _Plane(blob.size)
-            plane.data[:] = blob
-            array = plane.data.view(_dtype(spec["dtype"])).reshape(spec["shape"])
-            planes[spec["name"]] = _Input(plane, blob, array, spec["tokens"] and tuple(spec["tokens"]))
+        given = [b.view(_dtype(s["dtype"])).reshape(s["shape"]) for s, b in zip(header["arrays"], blobs, strict=True)]
+        offsets = next((a for s, a in zip(header["arrays"], given, strict=True) if s["name"] == "offsets"), None)
+        for spec, operand in zip(header["arrays"], given, strict=True):
+            name, tokens, kept = spec["name"], spec["tokens"] and tuple(spec["tokens"]), None
+            if self.layout is not None and offsets is not None and name.endswith("_scales"):
+                operand, kept = laid_out(self.layout, operand, name, offsets, tokens)
+                tokens = None
+            plane = _Plane(operand.nbytes)
+            plane.data[:] = _bytes(operand)
+            array = plane.data.view(operand.dtype).reshape(operand.shape)
+            planes[name] = _Input(plane, _bytes(operand), array, tokens, kept)
         self.inputs[header["variant"]] = planes
         self.headers[header["variant"]] = header
         return {}
@@ -703,7 +712,7 @@ class _Server:
         margins = ["the result of the call before"] if digest(self.kept[0]) != self.kept[1] else []
         margins += beside
         self.kept = (parts, digest(parts)) if out is None else ([], digest([]))
-        parts = [np.array(part, order="C") for part in parts]
+        parts = self.plain([np.array(part, order="C") for part in parts], header)
         changed = [name for name, operand in planes.items() if operand.repair()]
         margins += [f"{c} bytes before operand {n}" for n, i in planes.items() if (c := i.plane.changed())]
         if out is not None and (beyond := out.changed()):
@@ -737,6 +746,10 @@ class _Server:
                 raise ValueError(f"returned an array of dtype {value.dtype}")
         return list(values)
 
+    def plain(self, parts: list[Array], header: dict[str, Any]) -> list[Array]:
+        """The parts with their scales row-major."""
+        return quantized(self.build, parts, self.headers[header["variant"]]["values"].get("axis", 0))
+
     def clock(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         _fill_allocations(None)
         positional, keywords = self.arguments(header)
@@ -751,7 +764,7 @@ class _Server:
             times.append(after - before)
             if after > end:
                 break
-        last = digest([np.array(part, order="C") for part in self.unwrap(returned)])
+        last = digest(self.plain([np.array(part, order="C") for part in self.unwrap(returned)], header))
         for operand in self.inputs[header["variant"]].values():
             operand.repair()
         return {"digest": last}, [np.array(times, np.float64)]
@@ -790,7 +803,7 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 def _complaint(error: BaseException) -> str:
     """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
-    if isinstance(error, _Returned | BuildError | Unavailable):
+    if isinstance(error, _Returned | BuildError | LayoutError | Unavailable):
         return str(error)
     # Neither our own lines nor importlib's: both stand around the build's.
     own = (__file__, str(build_module.__file__), _EMULATOR, "<frozen")

@@ -17,8 +17,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
@@ -58,6 +58,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
 BLOCK = 32  # tokens under one scale: what every wgrad group is a multiple of
 HIP = "libamdhip64.so.7"  # the runtime of AMD's GPUs
 EMULATE = "MXGATE_EMULATE"  # in the environment: 1 keeps emulated builds off a GPU that is there
+TERMS = "mxgate.toml"  # beside an outside build: what it says of itself (mxgate.kernels.declared)
 
 
 class CaseLike(Protocol):
@@ -99,6 +100,9 @@ class Build:
     device: what runs it: "cpu"; "cuda", the GPU that torch calls so ("sm100": NVIDIA's from compute capability 10.0
         on); "interpreter", Triton's on a CPU; or the name of a GPU whose machine code is run on an emulator.
     assumes: what a verdict takes for granted about that GPU, a sentence each; a certificate repeats it.
+    scale_layout: where scales lie: "plain" (row-major), "blocked-128x4" (mxgate.oracle.layouts; of weights each
+        expert's plane), "blocked-128x4-groups" (each group's plane as well), or file.py:function or
+        package.module:function, called as function(scales, name, offsets) for what the build takes in their place.
     requires: importable modules without which it is skipped. profile: what a quantize build follows.
     replaces: the id of the build whose bytes it must reproduce (the lineage gate).
     sources: further files in the fingerprint: module names, paths of .py files, or "package/file" for other files.
@@ -117,6 +121,7 @@ class Build:
     nan_reach: int = 0
     device: str = "cpu"
     assumes: tuple[str, ...] = ()
+    scale_layout: str = "plain"
     requires: tuple[str, ...] = ()
     profile: str = "ocp"
     replaces: str | None = None
@@ -131,6 +136,10 @@ class Build:
         ):
             if value not in allowed:
                 raise BuildError(f"build {self.name!r}: {label} is {value!r}; expected one of {', '.join(allowed)}")
+        if self.op == "quantize" and self.scale_layout not in ("plain", "blocked-128x4"):
+            raise BuildError(
+                f"build {self.name!r}: scale_layout is {self.scale_layout!r}; expected plain or blocked-128x4"
+            )
         for label, number, least in (("group_alignment", self.group_alignment, 1), ("nan_reach", self.nan_reach, 0)):
             if not isinstance(number, int) or number < least:
                 raise BuildError(f"build {self.name!r}: {label} is {number!r}; expected a whole number from {least} up")
@@ -147,6 +156,7 @@ class Build:
             (self.tail != "zero", f"rows past the last offset are {self.tail}"),
             (self.nan_reach > 0, f"a NaN may spoil the gradient of experts within {self.nan_reach} tokens"),
             (self.group_alignment > (BLOCK if self.op == "wgrad" else 1), f"groups of {self.group_alignment} tokens"),
+            (self.scale_layout != "plain", f"scales laid out as {self.scale_layout}"),
             (self.profile != "ocp", f"profile {self.profile}"),
         )
         return tuple(words for applies, words in asked if applies)
@@ -174,21 +184,23 @@ class Build:
 
     def load(self) -> Callable[..., Any]:
         """Import the callable. Raises BuildError when there is none."""
-        where, _, attribute = self.target.rpartition(":")
-        function = getattr(_import(where), attribute, None)
-        if not callable(function):
-            raise BuildError(f"build {self.id}: {where} has no callable named {attribute!r}")
-        return function  # type: ignore[no-any-return]
+        try:
+            return load_target(self.target)
+        except BuildError as error:
+            raise BuildError(f"build {self.id}: {error}") from None
 
     def fingerprint(self) -> str:
         """SHA-256 over the record, its source files, what it runs on (versions, the GPU) and the build it replaces.
 
-        For a build from outside the project its source files include what it imports from beside itself, as far as
-        import statements tell. Raises BuildError when a source is not there.
+        For a build from outside the project its source files include mxgate.toml and what it imports from beside
+        itself, as far as import statements tell; the same goes for a function that lays out its scales. Raises
+        BuildError when a source is not there.
         """
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        where = self.target.rpartition(":")[0]
-        files = {name: _source(name) for name in (where, *self.sources)} | _neighbours(where)
+        places = [t.rpartition(":")[0] for t in (self.target, self.scale_layout) if ":" in t]
+        files = {name: _source(name) for name in (*places, *self.sources)}
+        for i, where in enumerate(places):
+            files |= {f"{'layout:' * i}{name}": path for name, path in _neighbours(where).items()}
         for name, path in sorted(files.items()):
             content = path.read_bytes()
             digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
@@ -224,7 +236,7 @@ def _source(where: str) -> Path:
     Raises BuildError.
     """
     module, _, beside = where.partition("/")
-    if where.endswith(".py"):
+    if where.endswith(".py") or os.path.isabs(where):
         path = Path(where)
     else:
         path = Path(str(_specs(module)[-1].origin))
@@ -279,6 +291,8 @@ def _neighbours(where: str) -> dict[str, Path]:
         if name not in found and path.is_relative_to(within):
             found[name] = path
             todo += _imported(path, root)
+    if (terms := start.parent / TERMS).is_file():
+        found[TERMS] = terms
     return found
 
 
@@ -331,8 +345,10 @@ def _import(where: str) -> ModuleType:
         except ModuleNotFoundError as error:
             raise BuildError(f"cannot import {where!r}: {error}") from None
     path = _source(where).resolve()
-    sys.path.insert(0, str(path.parent))  # an outside file may import its neighbours
     name = f"mxgate_outside_{path.stem}"
+    if (there := sys.modules.get(name)) is not None and there.__file__ == str(path):
+        return there
+    sys.path.insert(0, str(path.parent))  # an outside file may import its neighbours
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -341,11 +357,35 @@ def _import(where: str) -> ModuleType:
     return module
 
 
-def outside(op: str, target: str) -> Build:
-    """A build from outside the project, with the contract's defaults. target as in Build. Raises BuildError.
+def load_target(target: str) -> Callable[..., Any]:
+    """Import "package.module:callable" or "path/to/file.py:callable". Raises BuildError when there is none."""
+    where, _, attribute = target.rpartition(":")
+    function = getattr(_import(where), attribute, None)
+    if not callable(function):
+        raise BuildError(f"{where} has no callable named {attribute!r}")
+    return function  # type: ignore[no-any-return]
 
+
+def build_from(record: Mapping[str, Any]) -> Build:
+    """The build that dataclasses.asdict, and then JSON, made a record of. Raises TypeError, KeyError, BuildError."""
+    fields = dict(record)
+    for name in ("name", "op", "target", "accumulator", "profile", "device"):
+        if not isinstance(fields[name], str):
+            raise TypeError(f"{name} is no text")
+    for name in ("formats", "out_dtypes", "requires", "sources", "assumes"):
+        fields[name] = tuple(fields[name])
+    fields["options"] = tuple((key, value) for key, value in fields["options"])
+    return Build(**fields)
+
+
+def outside(op: str | None, target: str) -> Build:
+    """A build from outside the project: what mxgate.toml beside it states, else the contract's defaults.
+
+    target as in Build. op: None for what mxgate.toml says, or else the callable's name. Raises BuildError.
     Whether it writes anything but bfloat16 shows once it is loaded: its callable has the keyword out_dtype or not.
     """
+    from mxgate.kernels import declared
+
     where, colon, attribute = target.rpartition(":")
     if not colon or not where or not attribute.isidentifier():
         raise BuildError(
@@ -353,14 +393,38 @@ def outside(op: str, target: str) -> Build:
             "path/to/file.py:callable or package.module:callable"
         )
     source = _source(where)
+    table, at = declared.table(source.resolve(), attribute)
+    stated = declared.fields(table, at, source.resolve().parent)
+    said = stated.setdefault("op", op or attribute)
+    if op not in (None, said):
+        raise BuildError(f"{at}: op is {said!r}; expected {op!r}, as was asked for")
+    if said not in OPS:
+        raise BuildError(f"which op does {target!r} compute? give --op {', '.join(OPS)}, or op in {TERMS}")
+    older = stated.get("replaces")
+    if older is not None and (older not in registry() or registry()[older].op != said):
+        known = ", ".join(b.id for b in registry().values() if b.op == said)
+        raise BuildError(f"{at}: replaces is {older!r}; expected one of {known}")
     resolved = str(source.resolve()) if where.endswith(".py") else where
-    return Build(
-        name=f"{source.stem}.{attribute}",
-        op=op,
-        target=f"{resolved}:{attribute}",
-        out_dtypes=("bfloat16", "float16", "float32"),
-        group_alignment=BLOCK if op == "wgrad" else 1,
-    )
+    return declared.outside_terms(f"{source.stem}.{attribute}", f"{resolved}:{attribute}", stated, at)
+
+
+def apart(builds: Iterable[Build]) -> list[Build]:
+    """The same builds, those of one id named after as many of their folders (or packages) as tell them apart."""
+    wanted = list(builds)
+    for same in [[b for b in wanted if b.id == name] for name in dict.fromkeys(b.id for b in wanted)]:
+        folders = [_folders(b.target) for b in same]
+        for depth in range(1, max(map(len, folders)) + 1):
+            names = [".".join([*f[-depth:], b.name]) for f, b in zip(folders, same, strict=True)]
+            if len(same) > 1 and len(set(names)) == len(same):
+                renamed = {b.target: replace(b, name=name) for b, name in zip(same, names, strict=True)}
+                wanted = [renamed.get(b.target, b) if b.id == same[0].id else b for b in wanted]
+                break
+    return wanted
+
+
+def _folders(target: str) -> list[str]:
+    where = target.rpartition(":")[0]
+    return list(Path(where).parent.parts[1:]) if where.endswith(".py") else where.split(".")[:-1]
 
 
 # The modules that define builds; each has a tuple BUILDS.
@@ -375,13 +439,19 @@ _MODULES = (
 
 
 def registry() -> Mapping[str, Build]:
-    """Every build of the project by id, in listing order. Listing needs none of the builds' requirements."""
+    """Every build of the project by id, in listing order, and then those of installed packages.
+
+    Listing needs none of the builds' requirements."""
+    from mxgate.kernels.installed import installed
+
     found: dict[str, Build] = {}
     for module in _MODULES:
         for build in importlib.import_module(module).BUILDS:
             if build.id in found:
                 raise BuildError(f"two builds are named {build.id}")
             found[build.id] = build
+    for build in installed()[0]:
+        found.setdefault(build.id, build)
     return MappingProxyType(found)
 
 

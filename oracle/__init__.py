@@ -3,6 +3,7 @@
 from .bound import ACCUMULATORS, Accumulator
 from .formats import FORMATS, Format
 from .gemm import Answer, dgrad, forward, wgrad
+from .layouts import from_blocked, from_blocked_groups, to_blocked, to_blocked_groups
 from .quantize import MXArray, dequantize, quantize
 from .scales import PROFILES, SCALE_RULES, Profile
 
@@ -19,6 +20,10 @@ __all__ = [
     "dequantize",
     "dgrad",
     "forward",
+    "from_blocked",
+    "from_blocked_groups",
     "quantize",
+    "to_blocked",
+    "to_blocked_groups",
     "wgrad",
 ]

@@ -428,6 +428,7 @@ def _plan(folder: Path) -> dict[str, Any]:
         plan["builds"] = [build_from(record) for record in plan["builds"]]
         plan["limits"] = Limits(**plan["limits"])
         plan.setdefault("fingerprints", {})
+        plan.setdefault("files", [])
         sound = (
             all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"], *plan["files"]))
             and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())

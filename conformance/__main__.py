@@ -10,8 +10,10 @@ import argparse
 import contextlib
 import difflib
 import fnmatch
+import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -20,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, apart, outside, registry
+from mxgate.kernels.build import EMULATE, OPS, Build, BuildError, Unavailable, apart, called, outside, registry
 from mxgate.kernels.gpu import is_emulated, is_gpu
 from mxgate.kernels.installed import installed
 from mxgate.kernels.triton.builds import INTERPRETED
@@ -194,6 +196,8 @@ def _case(name: str, files: Iterable[str | Path] = ()) -> Any:
 
     if (case := _recorded(map(Path, files)).get(name)) is not None:
         return case
+    if name.split("/")[-1].startswith("recorded"):
+        raise UsageError(f"the recorded call {name} is in none of the files given, or has changed since; give --cases")
     try:
         return case_by_id(name)
     except ValueError as error:
@@ -259,9 +263,7 @@ def _settings(args: argparse.Namespace) -> Any:
         tier=args.tier,
         jobs=args.jobs or _cores(),
         shard=args.shard,
-        limits=Limits(
-            args.time_limit or {"smoke": 60.0, "full": 300.0, "production": 600.0}[args.tier], args.memory_limit
-        ),
+        limits=Limits(args.time_limit or SECONDS[args.tier], args.memory_limit),
         gates=_gates(args.gate),
         fresh=args.fresh,
     )
@@ -272,6 +274,7 @@ def cmd_run(args: argparse.Namespace) -> int:
     from mxgate.conformance.case import asked
     from mxgate.conformance.run import run
 
+    _check_html(args.html)
     settings = _settings(args)
     # The production cases are hours of an emulator's time, so there it must be asked for.
     device = args.device or ("cpu" if args.tier == "production" and not args.build else None)
@@ -288,9 +291,10 @@ def cmd_run(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         STATE.mkdir(exist_ok=True)
         (STATE / "last-run").write_text(str(out.resolve()))
-    with text.Watch("cases") as step, _emulating(args.device):
-        report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
-    return _finish(report, out, args.json, args.device, args.html)
+    with _emulating(args.device):
+        with text.Watch("cases") as step:
+            report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
+        return _finish(report, out, args.json, args.device, args.html)
 
 
 @contextlib.contextmanager
@@ -329,39 +333,58 @@ def _finish(report: Any, out: Path, as_json: bool, device: str | None = None, ht
         "builds": [asdict(b) for b in report.builds],
         "fingerprints": {result.build: result.fingerprint for result in report.results},
         "cases": [c.id for c in report.cases],
-        "files": sorted({c.source for c in report.cases if c.source}),
+        "files": sorted({str(Path(c.source).resolve()) for c in report.cases if c.source}),
     }
     (out / "run.json").write_text(json.dumps(plan, indent=1) + "\n")
     (out / "junit.xml").write_bytes(text.junit(report))
     written = certificate.write_all(report, out / "certificates")
-    if html is not None:
-        _write_html(report, html, out)
     if as_json:
         _print_json(text.document(report, {"out": str(out), "certificates": [str(path) for path in written]}))
     else:
         to = text.console()
         text.print_run(report, to, assumptions=device == "emu")
         to.print(f"wrote {out}/results.jsonl, junit.xml" + (f", {len(written)} certificates" if written else ""))
+    if html is not None:
+        _write_html(report, html, out)
     return int(report.exit_code)
 
 
+def _check_html(path: Path | None) -> None:
+    """UsageError, before any work, where no HTML report can be written."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {str(path)!r}: its folder does not exist")
+    for name in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--html needs {name}, which is not installed: pip install 'mxgate[report]'")
+
+
 def _write_html(report: Any, path: Path, out: Path) -> None:
+    from mxgate.conformance import html
     from mxgate.conformance import report as text
     from mxgate.kernels.flydsl import budget
 
-    try:
-        from mxgate.conformance import html
-    except ImportError as error:
-        raise UsageError(f"--html needs {error.name}, which is not installed: pip install 'mxgate[report]'") from None
     ledgers = {}
     for build in report.builds:
         with contextlib.suppress(Unavailable):
             if build.id in budget.KERNELS_OF:
                 ledgers[build.id] = budget.inspect(build.id)
-    timed = out / "timings.jsonl"
-    timings = [json.loads(line) for line in timed.read_text().splitlines()] if timed.exists() else []
     with text.Watch("report") as step:
-        html.write(report, path, ledgers=ledgers, timings=timings, watch=step)
+        html.write(report, path, ledgers=ledgers, timings=_last_timings(out), watch=step)
+
+
+def _last_timings(out: Path) -> list[dict[str, Any]]:
+    """The records of the last `mxgate time` into a folder: figures of other runs do not compare."""
+    try:
+        lines = (out / "timings.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a torn line
+            records.append(dict(json.loads(line)))
+    return [record for record in records if record.get("time") == records[-1].get("time")]
 
 
 def _try_loading(builds: Sequence[Build], limits: Any) -> None:
@@ -381,6 +404,7 @@ def _try_loading(builds: Sequence[Build], limits: Any) -> None:
 def cmd_report(args: argparse.Namespace) -> int:
     from mxgate.conformance.run import Settings, read_results, summarise
 
+    _check_html(args.html)
     plans, known, warnings = [], {}, []
     for folder in args.folder:
         plans.append(_plan(folder))
@@ -392,7 +416,8 @@ def cmd_report(args: argparse.Namespace) -> int:
     builds = {b.id: b for plan in plans for b in plan["builds"]}
     if other := next((b.id for plan in plans for b in plan["builds"] if b != builds[b.id]), None):
         raise UsageError(f"two different builds are called {other} in these runs: report them one by one")
-    cases = {name: _case(name, plan["files"]) for plan in plans for name in plan["cases"]}
+    held = _recorded(Path(file) for plan in plans for file in plan["files"])
+    cases = {name: held.get(name) or _case(name) for plan in plans for name in plan["cases"]}
     stamp = plans[0]["stamp"]
     settings = Settings(tier=plans[0]["tier"], gates=tuple(plans[0]["gates"]), limits=plans[0]["limits"])
     if stamp != settings.stamp:
@@ -647,8 +672,9 @@ def cmd_time(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     builds = list({one.build.id: one.build for _, one in held}.values())
-    if emulated := [b.id for b in builds if is_emulated(b.device)]:
-        raise UsageError(f"{', '.join(emulated)} would be emulated, which says nothing about its time on a GPU")
+    if emulated := [b.id for b in builds if is_emulated(b.device) or b.device == "interpreter"]:
+        names = ", ".join(emulated)
+        raise UsageError(f"{names} would be emulated or interpreted, which says nothing about its time on a GPU")
     with text.Watch("timing") as step:
         timings = timing.time_builds(
             builds,
@@ -667,6 +693,37 @@ def cmd_time(args: argparse.Namespace) -> int:
     else:
         text.print_timings(timings, case, certificate.device(), text.console())
     return 1 if refused else 0
+
+
+def _time_on_gpu(args: argparse.Namespace, held: Any, certified: Any) -> int:
+    """The part of `time` for builds on a GPU. Raises CertificateError as cmd_time does."""
+    from mxgate.conformance import certificate
+    from mxgate.conformance import report as text
+    from mxgate.conformance.timing_gpu import case_of, time_on_gpu
+
+    case = case_of(held[0][1].build.op, args.shape, args.routing)
+    for path, one in held:
+        certificate.covers(path, one, case, certified[path])
+    builds = list({one.build.id: one.build for _, one in held}.values())
+    seconds, passes = (0.3, 2) if args.quick else (3.0, 2)
+    try:
+        found = time_on_gpu(
+            builds, case, seconds=seconds, passes=passes, flush=args.flush, limit=args.time_limit * (2 + len(builds))
+        )
+    except RuntimeError as error:
+        print(f"mxgate: {error}", file=sys.stderr)
+        return 1
+    out = _folder(args.out)
+    with (out / "timings.jsonl").open("a") as lines:
+        for timing in found["timings"]:
+            lines.write(json.dumps({**{k: v for k, v in found.items() if k != "timings"}, **timing}) + "\n")
+    if args.json:
+        _print_json({"command": "time", **found})
+    else:
+        to = text.console()
+        text.print_gpu_timings(found, to)
+        text.say(to, f"wrote {out}/timings.jsonl")
+    return int(any(timing["refused"] for timing in found["timings"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -707,41 +764,6 @@ def _met(row: Mapping[str, Any]) -> bool | None:
     if row["ratio"] is None:
         return False if row["detail"].get("same_bytes") is False else None
     return bool(row["ratio"] >= row.get("least", 0.0) and row["ratio"] <= (row.get("most") or float("inf")))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# inspect, bench-emulator
-
-
-def _time_on_gpu(args: argparse.Namespace, held: Any, certified: Any) -> int:
-    """The part of `time` for builds on a GPU. Raises CertificateError as cmd_time does."""
-    from mxgate.conformance import certificate
-    from mxgate.conformance import report as text
-    from mxgate.conformance.timing_gpu import case_of, time_on_gpu
-
-    case = case_of(held[0][1].build.op, args.shape, args.routing)
-    for path, one in held:
-        certificate.covers(path, one, case, certified[path])
-    builds = list({one.build.id: one.build for _, one in held}.values())
-    seconds, passes = (0.3, 2) if args.quick else (3.0, 2)
-    try:
-        found = time_on_gpu(
-            builds, case, seconds=seconds, passes=passes, flush=args.flush, limit=args.time_limit * (2 + len(builds))
-        )
-    except RuntimeError as error:
-        print(f"mxgate: {error}", file=sys.stderr)
-        return 1
-    out = _folder(args.out)
-    with (out / "timings.jsonl").open("a") as lines:
-        for timing in found["timings"]:
-            lines.write(json.dumps({**{k: v for k, v in found.items() if k != "timings"}, **timing}) + "\n")
-    if args.json:
-        _print_json({"command": "time", **found})
-    else:
-        to = text.console()
-        text.print_gpu_timings(found, to)
-        text.say(to, f"wrote {out}/timings.jsonl")
-    return int(any(timing["refused"] for timing in found["timings"]))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -787,6 +809,10 @@ def cmd_train(args: argparse.Namespace) -> int:
     text.say(to, f"{training.WINDOW} steps; distance from bf16 in the first {training.HORIZON} steps at most")
     text.say(to, f"{training.LIMIT}; wrote {wrote}")
     return code
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# inspect, bench-emulator
 
 
 def cmd_inspect(args: argparse.Namespace) -> int:
@@ -890,6 +916,11 @@ def cmd_fixtures(args: argparse.Namespace) -> int:
 
 
 def cmd_explain(args: argparse.Namespace) -> int:
+    with _emulating(args.device):
+        return _explain(args)
+
+
+def _explain(args: argparse.Namespace) -> int:
     build, case, tier, others = _failure(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.explain import explain
@@ -917,7 +948,7 @@ def cmd_explain(args: argparse.Namespace) -> int:
         for line in explain(evidence, findings[0]):
             text.say(to, line)
         if build.op != "quantize":
-            text.say(to, f"next: mxgate minimize --build {build_name(build)} --case '{case.id}'")
+            text.say(to, f"next: mxgate minimize {called(build)} --case {shlex.quote(case.id)}", whole=True)
     if others:
         text.say(to)
         text.say(to, f"{others} more rejected results in this run; choose with --build and --case")
@@ -925,6 +956,11 @@ def cmd_explain(args: argparse.Namespace) -> int:
 
 
 def cmd_minimize(args: argparse.Namespace) -> int:
+    with _emulating(args.device):
+        return _minimize(args)
+
+
+def _minimize(args: argparse.Namespace) -> int:
     build, case, tier, _ = _failure(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.minimize import NotFailingError, minimize
@@ -938,20 +974,15 @@ def cmd_minimize(args: argparse.Namespace) -> int:
             raise UsageError(str(error)) from None
     text.say(to, f"{build.id} on {case.id}: {found.gate} still rejects it after {found.tried} runs with")
     text.say(to, f"{found.kept.words} (of {found.whole.words})", 2)
-    text.say(to, f"wrote {args.out}; replay it: mxgate run --build {build_name(build)} --cases {args.out}")
+    text.say(to, f"wrote {args.out}; replay it: mxgate run {called(build)} --cases {shlex.quote(str(args.out))}")
     return 1
-
-
-def build_name(build: Build) -> str:
-    """What --build takes for it, with --op where an outside file needs it."""
-    return build.id if build.id in registry() or build.name.startswith("fault_") else f"{build.target} --op {build.op}"
 
 
 def _plain_settings(tier: str, args: argparse.Namespace) -> Any:
     from mxgate.conformance.run import Settings
     from mxgate.conformance.worker import Limits
 
-    return Settings(tier=tier, jobs=1, limits=Limits(args.time_limit, args.memory_limit))
+    return Settings(tier=tier, jobs=1, limits=Limits(args.time_limit or SECONDS[tier], args.memory_limit))
 
 
 def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
@@ -990,7 +1021,7 @@ def _failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
 
 def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     case = _case(args.case, args.cases)
-    return choose_builds([args.build], case.op)[0], case, "smoke", 0
+    return choose_builds([args.build], args.op or case.op, args.device)[0], case, "smoke", 0
 
 
 def _last_run() -> Path | None:
@@ -1139,19 +1170,23 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("explain", cmd_explain, "run a rejected build on its case again and say what probably went wrong")
     sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
     sub.add_argument("--build", metavar="NAME", help="this build")
+    sub.add_argument("--op", choices=list(OPS), help="what an outside --build computes")
+    sub.add_argument("--device", choices=list(DEVICES), help="as in run: emu for a file of FlyDSL launches")
     sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
     recorded(sub)
-    limits(sub)
+    limits(sub, None)
 
     sub = command("minimize", cmd_minimize, "shrink a rejected case to the least that is still rejected")
     sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
     sub.add_argument("--build", metavar="NAME", help="this build")
+    sub.add_argument("--op", choices=list(OPS), help="what an outside --build computes")
+    sub.add_argument("--device", choices=list(DEVICES), help="as in run: emu for a file of FlyDSL launches")
     sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
     recorded(sub)
     sub.add_argument(
         "--out", type=Path, default=Path("minimal.safetensors"), metavar="FILE", help="default: minimal.safetensors"
     )
-    limits(sub)
+    limits(sub, None)
 
     sub = command("time", cmd_time, "time builds that hold a certificate, interleaved, on one thread")
     sub.add_argument("certificate", nargs="+", type=Path, metavar="CERTIFICATE", help="a file of .mxgate/certificates")

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from typing import Any
 from mxgate.conformance.case import Case
 from mxgate.conformance.data import is_large
 from mxgate.conformance.run import RunReport, code_version
-from mxgate.kernels.build import Build, BuildError, build_from, registry, version
+from mxgate.kernels.build import Build, BuildError, build_from, called, version
 from mxgate.kernels.gpu import gpu, is_gpu
 
 FORMAT = "mxgate certificate 1"
@@ -145,7 +144,7 @@ def read(path: Path) -> Certificate:
 def check(path: Path, certificate: Certificate) -> None:
     """Raises CertificateError when what was accepted is not what is here now."""
     build = certificate.build
-    again = f"run `mxgate run --op {build.op} --build {_name(build)}` again"
+    again = f"run `mxgate run {called(build)}` again"
     if certificate.device != (here := device_of(build)):
         raise CertificateError(
             f"{path}: {build.id} was accepted on another device ({certificate.device}; here: {here}); {again}"
@@ -180,11 +179,6 @@ def covers(path: Path, certificate: Certificate, case: Case, certified: Sequence
 
 def _class(case: Case) -> str:
     return "of production size" if is_large(case) else case.shape
-
-
-def _name(build: Build) -> str:
-    """What to give to --build, quoted for a shell."""
-    return build.name if build.id in registry() else shlex.quote(build.target)
 
 
 def _versions(build: Build) -> dict[str, str]:

@@ -114,13 +114,13 @@ def may_speak(gate: str, case: Case, *, lineage: bool = False) -> bool:
     """Whether a gate can have anything to say about a case; where not it is SILENT, whatever the build does.
 
     lineage: of a build that replaces another."""
-    exactly = case.op == "quantize" or case.family in EXACT
+    exactly = case.op == "quantize" or case.kind in EXACT
     said = {
         "padding": len(variants(case)) > 1,
         "exact": exactly,
         "bounded": not exactly,
         "empty": case.op != "quantize" and 0 in case.sizes,
-        "special": case.family == "special",
+        "special": case.kind == "special",
         "lineage": lineage,
     }
     return said.get(gate, True)

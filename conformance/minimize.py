@@ -73,6 +73,8 @@ class Minimal:
 
 def whole(case: Case) -> Kept:
     """All of a case. NotFailingError for a quantize case, which has nothing to cut but rows."""
+    if case.kind in ("bias", "bias-sum"):
+        raise NotFailingError(f"{case.id} has a bias, which a recorded call does not carry; choose another case")
     if case.op == "quantize":
         raise NotFailingError(f"{case.id} has one operand and no groups; only grouped products are minimized")
     granule = BLOCK if case.op == "wgrad" else 1
@@ -118,6 +120,10 @@ def minimize(runner: Runner, build: Build, case: Case, path: Path, say: Say = la
     say(runs so far, what is left) is called whenever something could be taken away.
     """
     state = whole(case)
+    if case.source and path.resolve() == Path(case.source).resolve():
+        raise NotFailingError(f"{path} holds the case itself; give another file with --out")
+    if not path.absolute().parent.is_dir():
+        raise NotFailingError(f"{path} cannot be written: its folder does not exist")
     result, evidence = runner.examine(build, case)
     gates = tuple(gate for gate, outcome in result.gates.items() if outcome is Outcome.REJECT)
     if evidence is None or not gates:
@@ -131,6 +137,7 @@ def minimize(runner: Runner, build: Build, case: Case, path: Path, say: Say = la
             """The gate that rejects what is kept, if it is one that rejected the whole."""
             nonlocal tried
             tried += 1
+            runner.forget_hangs()
             file = Path(folder) / f"{tried}.safetensors"
             recorded.save(file, "minimal", case, cut(case, arrays, kept))
             found, _ = runner.examine(build, recorded.cases(file)[0])

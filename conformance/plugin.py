@@ -217,6 +217,7 @@ def _report(build: Build, case: Case, gate: str, result: CaseResult) -> None:
 
 def _lines(build: Build, case: Case, gate: str, result: CaseResult) -> Iterator[str]:
     from mxgate.conformance.verdict import Outcome
+    from mxgate.kernels.build import called
 
     rejected = result.gates.get(gate) is Outcome.REJECT
     yield f"{'REJECT' if rejected else 'INCONCLUSIVE'} {build.id}: {gate} on {case.id}"
@@ -229,21 +230,4 @@ def _lines(build: Build, case: Case, gate: str, result: CaseResult) -> Iterator[
     if others:
         yield f"also rejected by {', '.join(others)}"
     if rejected:
-        yield f"next: mxgate explain --build {_named(build)} --case {shlex.quote(case.id)}"
-
-
-def _named(build: Build) -> str:
-    """What to give to --build."""
-    from mxgate.kernels.build import BuildError, outside, registry
-
-    if registry().get(build.id) == build:
-        return build.id
-    try:
-        same = outside(build.op, build.target) == build
-    except BuildError:
-        same = False
-    where, _, attribute = build.target.rpartition(":")
-    near = os.path.relpath(where) if os.path.isabs(where) else where
-    return shlex.quote(f"{min(near, where, key=len)}:{attribute}") + (
-        "" if same else " (with its terms in mxgate.toml beside it)"
-    )
+        yield f"next: mxgate explain {called(build)} --case {shlex.quote(case.id)}"

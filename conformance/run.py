@@ -65,15 +65,21 @@ class Settings:
         return f"{self.tier} {self.limits.seconds:g}s {self.limits.memory:g}GiB {only} {code_version()}"
 
 
+# Our modules on which no result depends.
+_NOT_JUDGING = ("test_", "conftest", "bench", "report", "__main__", "timing", "html", "plugin", "minimize", "training")
+
+
 @functools.cache
 def code_version() -> str:
     """A hash of everything besides a build that a result depends on: our own source, Python and the machine type."""
     total = hashlib.sha256(f"{platform.python_version()} {platform.machine()} {np.__version__}".encode())
     for package in (mxgate.oracle.__file__, __file__):
         for path in sorted(Path(str(package)).parent.glob("*.py")):
-            if not path.name.startswith(("test_", "conftest", "bench", "report", "__main__", "timing")):
+            if not path.name.startswith(_NOT_JUDGING):
                 total.update(path.name.encode() + path.read_bytes())
-    for path in (Path(build_module.__file__), Path(str(store.__file__)), MANIFEST):
+    kernels = Path(build_module.__file__).parent
+    ours = [kernels / f"{name}.py" for name in ("build", "declared", "gpu")]
+    for path in (*ours, Path(str(store.__file__)), MANIFEST):
         total.update(path.read_bytes())
     return total.hexdigest()[:16]
 
@@ -352,6 +358,10 @@ class Runner:
         if build not in self._fingerprints:
             self._fingerprints[build] = build.fingerprint()
         return self._fingerprints[build]
+
+    def forget_hangs(self) -> None:
+        """Let builds run again that hung on too many cases before."""
+        self._hangs.clear()
 
     def given_up(self, result: CaseResult) -> bool:
         """True for a case that was not run because of earlier hangs: such a result is not kept."""

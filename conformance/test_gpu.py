@@ -80,7 +80,9 @@ def test_the_kernel_driver_numbers_architectures(tmp_path: Path) -> None:
     found = gpu_module._amd(tmp_path)
     assert found is not None
     assert found.architecture == "gfx942"
-    assert gpu_module._amd(tmp_path / "0") is None
+    for known in ("1", "10"):
+        (tmp_path / known / "properties").unlink()
+    assert gpu_module._amd(tmp_path) is None
 
 
 def test_wgrad_on_a_gpu_is_repeated_a_thousand_times() -> None:
@@ -93,8 +95,12 @@ def test_wgrad_on_a_gpu_is_repeated_a_thousand_times() -> None:
 @needs_triton
 def test_a_stray_write_beside_an_array_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    for name in ("empty", "empty_like", "empty_strided"):
-        monkeypatch.setattr(torch, name, getattr(torch, name))  # put back afterwards
+    for owner, names in (
+        (torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
+        (torch.Tensor, ("new_empty", "new_empty_strided")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
     side = worker._Gpu("cpu")
     array = np.arange(96, dtype=np.float32)
     given = side.wrap(array)
@@ -110,6 +116,9 @@ def test_a_stray_write_beside_an_array_shows(monkeypatch: pytest.MonkeyPatch) ->
     assert side.finish() == ["1 bytes beside an array of 384 bytes on the GPU"]
     monkeypatch.setattr(worker, "_fill_byte", 0x3F)
     assert (torch.empty(5).view(torch.uint8) == 0x3F).all()
+    turned = torch.empty_strided((4, 5), (1, 4)), torch.empty_permuted((4, 5), (1, 0))
+    for made in (torch.zeros(1).new_empty(5), *turned):
+        assert (made.flatten().view(torch.uint8) == 0x3F).all()
 
 
 @needs_triton

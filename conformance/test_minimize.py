@@ -101,6 +101,21 @@ def test_what_is_left_still_fails_and_nothing_more_can_go(name: str, tmp_path: P
     assert case.tokens <= 64 or case.op == "wgrad"
 
 
+def test_a_recording_is_not_written_over_and_a_missing_folder_is_said_first(tmp_path: Path) -> None:
+    fault = next(f for f in FAULTS if f.build.id == "wgrad/fault_last_block_twice")
+    case = case_by_id(signature("wgrad"))
+    path = tmp_path / "s.safetensors"
+    recorded.save(path, "all", case, cut(case, data.operands(case).arrays, whole(case)))
+    (again,) = recorded.cases(path)
+    with Runner(Settings()) as runner:
+        with pytest.raises(NotFailingError, match="holds the case itself"):
+            minimize(runner, fault.build, again, path)
+        with pytest.raises(NotFailingError, match="its folder does not exist"):
+            minimize(runner, fault.build, again, tmp_path / "none" / "s.safetensors")
+        with pytest.raises(NotFailingError, match="has a bias"):
+            minimize(runner, fault.build, case_by_id("forward/64x96/empties/bias"), tmp_path / "x.safetensors")
+
+
 def test_nothing_to_shrink(tmp_path: Path) -> None:
     with Runner(Settings()) as runner:
         for build, case, words in (

@@ -149,7 +149,7 @@ def test_a_failure_is_the_finding_and_nothing_of_ours(folder: Path) -> None:
         r"(  expert 2, n \d+, k \d+: 0x\w+ \(\S+\), expected 0x\w+ \(\S+\)\n){8}"
         r"  \.\.\. 12 more lines from mxgate explain\n"
         r"also rejected by padding\n"
-        r"next: mxgate explain --build mine\.py:late --case wgrad/64x96/empties/signature\n",
+        r"next: mxgate explain --op wgrad --build mine\.py:late --case wgrad/64x96/empties/signature\n",
         done.stdout,
         re.MULTILINE,
     ), done.stdout

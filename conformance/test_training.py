@@ -55,7 +55,7 @@ def test_a_wrong_gradient_does_not(op: str, base: tuple[float, ...], tmp_path: P
 def test_the_distance_is_of_windows_and_nan_is_no_accept() -> None:
     flat, step = [1.0] * 50, [1.0] * 25 + [1.5] * 25
     assert training.distance(flat, flat) == 0
-    assert training.distance(step, flat) == pytest.approx(0.5)
+    assert training.distance(step, flat) == pytest.approx(0.5) == training.distance(step[:1], [0.5])
     assert training.distance([1.0] * 24 + [2.0] + [1.0] * 25, flat) == pytest.approx(1 / 25)
     late = [1.0] * training.HORIZON + [9.0] * 20
     assert training.distance(late, [1.0] * 80) == 0

@@ -105,9 +105,8 @@ def losses(product: Product, steps: int, watch: Callable[[int], None] = lambda s
 def distance(a: Sequence[float], b: Sequence[float]) -> float:
     """The largest difference of the mean losses of a window within HORIZON; NaN where there is one in the losses."""
     a, b = a[:HORIZON], b[:HORIZON]
-    differences = [
-        abs(sum(a[i : i + WINDOW]) - sum(b[i : i + WINDOW])) / WINDOW for i in range(max(1, len(a) - WINDOW + 1))
-    ]
+    width = min(WINDOW, len(a))
+    differences = [abs(sum(a[i : i + width]) - sum(b[i : i + width])) / width for i in range(len(a) - width + 1)]
     return max(differences) if all(d == d for d in differences) else float("nan")
 
 

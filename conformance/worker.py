@@ -98,9 +98,10 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
 def _environment(build: Build) -> dict[str, str]:
     one = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     # Without glibc's per-thread cache every malloc, however small, honours M_PERTURB.
+    interpreted = {"TRITON_INTERPRET": str(int(build.device == "interpreter"))}
     return {
         **os.environ,
-        "TRITON_INTERPRET": "1" if build.device == "interpreter" else "0",
+        **(interpreted if build.device == "interpreter" or is_gpu(build.device) else {}),
         **dict.fromkeys(one, "1"),
         "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
         "PYTHONUNBUFFERED": "1",
@@ -164,6 +165,7 @@ class Child:
                 "dtype": dtype,
                 "seed": _seed(case, spec) if is_emulated(self.build.device) else None,
                 "model": spec.model,
+                "work": case.op == "quantize" or case.tokens > 0,
                 "most": _most(shape),
             }
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
@@ -527,6 +529,9 @@ class _Torch:
     def strided(self, out: _Out) -> Any:
         return self.wrap(out.whole).as_strided(out.view.shape, [s // out.view.itemsize for s in out.view.strides])
 
+    def start(self) -> None:
+        """A launch's operands come next."""
+
     def wait(self) -> None:
         """Until the launch is done."""
 
@@ -552,23 +557,28 @@ class _Gpu(_Torch):
         torch = self._torch
         self._device = device
         self._copies: list[tuple[Array, Any]] = []
-        for name in ("empty", "empty_like", "empty_strided"):
-            setattr(torch, name, self._filled(getattr(torch, name)))
+        for owner, names in (
+            (torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
+            (torch.Tensor, ("new_empty", "new_empty_strided")),
+        ):
+            for name in names:
+                setattr(owner, name, self._filled(getattr(owner, name)))
 
     def _filled(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(allocate)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             tensor = allocate(*args, **kwargs)
-            if (
-                tensor.device.type == self._device
-                and tensor.numel()
-                and _fill_byte is not None
-                and tensor.is_contiguous()
-            ):
-                tensor.view(-1).view(self._torch.uint8).fill_(_fill_byte)
+            if tensor.device.type == self._device and tensor.numel() and _fill_byte is not None:
+                # A fresh allocation is a storage of its own: all of it, whatever the strides.
+                self._torch.tensor([], dtype=self._torch.uint8, device=self._device).set_(
+                    tensor.untyped_storage()
+                ).fill_(_fill_byte)
             return tensor
 
         return wrapper
+
+    def start(self) -> None:
+        self._copies.clear()  # of a launch that raised
 
     def wrap(self, array: Array) -> Any:
         size = array.nbytes
@@ -692,6 +702,8 @@ class _Server:
 
     def call(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
         planes = self.inputs[header["variant"]]
+        if self.torch is not None:
+            self.torch.start()
         positional, keywords = self.arguments(header)
         out = _Out(header) if header["out"] != "none" else None
         if out is not None:
@@ -729,8 +741,10 @@ class _Server:
             self.device.begin(header["seed"] or 0, header["model"] or "exact-rne")
         with _understood():
             returned = self.function(*positional, **keywords)
-        if self.device is not None:
-            self.device.check()  # not in the launch itself, which the build may have wrapped in a `try`
+            if self.device is not None:
+                self.device.check()  # not in the launch itself, which the build may have wrapped in a `try`
+        if self.device is not None and not self.device.results and header["work"]:
+            raise Unavailable("launched nothing on the virtual gfx950, so nothing of it was judged there")
         return returned
 
     def unwrap(self, returned: Any) -> list[Array]:

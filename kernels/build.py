@@ -16,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -364,6 +365,16 @@ def load_target(target: str) -> Callable[..., Any]:
     if not callable(function):
         raise BuildError(f"{where} has no callable named {attribute!r}")
     return function  # type: ignore[no-any-return]
+
+
+def called(build: Build) -> str:
+    """The arguments of `mxgate run` (and explain, minimize) that mean a build, quoted for a shell."""
+    if build.id in registry() or build.name.startswith("fault_"):
+        return f"--build {build.id}"
+    where, _, attribute = build.target.rpartition(":")
+    near = os.path.relpath(where) if os.path.isabs(where) else where
+    emulated = " --device emu" if "flydsl" in build.requires and build.device != "cpu" else ""
+    return f"--op {build.op} --build {shlex.quote(f'{min(near, where, key=len)}:{attribute}')}{emulated}"
 
 
 def build_from(record: Mapping[str, Any]) -> Build:

@@ -187,9 +187,10 @@ def outside_terms(name: str, target: str, stated: Mapping[str, Any], at: str) ->
     usual: dict[str, Any] = {
         "out_dtypes": ("bfloat16", "float16", "float32"),
         "group_alignment": 32 if op == "wgrad" else 1,
-        "requires": ("torch",) if stated.get("arrays") == "torch" else (),
     }
+    needed = ("torch",) if stated.get("arrays") == "torch" else ()
+    requires = tuple(dict.fromkeys((*needed, *stated.get("requires", ()))))
     try:
-        return Build(name=name, target=target, **{**usual, **stated})
+        return Build(name=name, target=target, **{**usual, **stated, "requires": requires})
     except BuildError as error:
         raise BuildError(f"{at}: {str(error).partition(': ')[2] or error}") from None

@@ -1,4 +1,4 @@
-"""Train on any accepted triple of builds: an autograd function, and a weight that sends grouped_mm to it.
+"""Train on any triple of builds: an autograd function, and a weight that sends grouped_mm to it.
 
 Every operand is quantized along the axis that its GEMM contracts, so X and dY are quantized along both axes and W along
 both of its own: the gradient of a quantized product is not the transpose of what the forward pass used.
@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 from torch import Tensor
 
 from mxgate import oracle
 from mxgate.kernels.build import BLOCK, Build, BuildError, registry
+from mxgate.kernels.tensors import to_array, to_tensor
 
 OPS = ("forward", "dgrad", "wgrad")
 _ELEMENTS = {name: getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")}
@@ -51,6 +50,8 @@ class Recipe:
             build: Build = getattr(self, op)
             if build.op != op:
                 raise BuildError(f"{build.id} computes {build.op}; expected a build of {op}")
+            if build.scale_layout != "plain":
+                raise BuildError(f"{build.id} takes its scales as {build.scale_layout}; only plain ones are made here")
             for format in formats:
                 if format not in _ELEMENTS or format not in build.formats:
                     raise BuildError(f"{build.id} does not take {format!r}; expected one of {', '.join(build.formats)}")
@@ -65,17 +66,17 @@ class Recipe:
         if build.arrays == "torch":
             out: Tensor = self._loaded[op](*operands)
             return out
-        return _tensor(self._loaded[op](*(_array(t) for t in operands))).to(operands[0].device)
+        return to_tensor(self._loaded[op](*(to_array(t) for t in operands))).to(operands[0].device)
 
     def quantize(self, x: Tensor, axis: int, format: str, *, gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(elements, scales) of x in blocks of 32 along `axis`."""
         stochastic = gradient and self.stochastic
         mx = oracle.quantize(
-            _array(x), axis=axis, format=format, profile=self.profile,
+            to_array(x), axis=axis, format=format, profile=self.profile,
             rounding="stochastic" if stochastic else "even",
             seed=self.seed + next(self._calls) if stochastic else None,
         )  # fmt: skip
-        return _tensor(mx.elements).to(x.device), _tensor(mx.scales).to(x.device)
+        return to_tensor(mx.elements).to(x.device), to_tensor(mx.scales).to(x.device)
 
 
 def recipe(
@@ -101,11 +102,12 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, how: Recipe) -> Tensor:
         raise ValueError(f"{shapes}; expected x [M, K], w [E, N, K] and offsets [E]")
     if w.shape[1] % BLOCK or w.shape[2] % BLOCK:
         raise ValueError(f"w is {tuple(w.shape)}; expected N and K in multiples of {BLOCK}")
-    if w.requires_grad and bool((offsets % BLOCK).any()):
-        ends = offsets.tolist()[:8]
+    used = (how.forward, *((how.dgrad,) if x.requires_grad else ()), *((how.wgrad,) if w.requires_grad else ()))
+    align = max(BLOCK if w.requires_grad else 1, *(build.group_alignment for build in used))
+    if bool((offsets % align).any()):
         raise ValueError(
-            f"groups end at {ends}; an MXFP8 weight gradient needs multiples of {BLOCK} tokens: "
-            "have the dispatcher round each expert's slab up and fill it with zeros"
+            f"groups end at {offsets.tolist()[:8]}; these builds, and a weight gradient in MXFP8, need multiples of "
+            f"{align} tokens: have the dispatcher round each expert's slab up and fill it with zeros"
         )
     out: Tensor = _GroupedMM.apply(x, w, offsets, how)  # type: ignore[no-untyped-call]
     return out
@@ -176,21 +178,3 @@ def _dispatched(
     if out_dtype not in (None, torch.bfloat16):
         raise ValueError(f"grouped_mm in MXFP8 writes bfloat16, not {out_dtype}")
     return grouped_mm(a, b.as_subclass(Tensor).transpose(-2, -1), offs, b.how)
-
-
-def _array(t: Tensor) -> np.ndarray[Any, Any]:
-    """A contiguous NumPy array of the tensor's bits; NumPy knows the short types through ml_dtypes only."""
-    held = t.detach().cpu().contiguous()
-    name = str(held.dtype).removeprefix("torch.")
-    if name not in ("bfloat16", "float8_e8m0fnu") and not name.startswith("float8_"):
-        return held.numpy()
-    width = torch.int16 if held.element_size() == 2 else torch.uint8
-    return held.view(width).numpy().view(getattr(ml_dtypes, name))
-
-
-def _tensor(a: np.ndarray[Any, Any]) -> Tensor:
-    """A tensor over the array's memory."""
-    width = np.int16 if a.itemsize == 2 else np.uint8
-    if a.dtype.kind in "fiu" and a.dtype.name in ("float32", "float16", "float64", "int32", "int64", "uint8"):
-        return torch.from_numpy(a)
-    return torch.from_numpy(np.ascontiguousarray(a).view(width)).view(getattr(torch, a.dtype.name))

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 from mxgate import oracle
 from mxgate.kernels.build import BuildError, registry
-from mxgate.kernels.grouped_mm import _array, grouped_mm, mx_weight, recipe
+from mxgate.kernels.grouped_mm import grouped_mm, mx_weight, recipe
+from mxgate.kernels.tensors import to_array
 
 ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)
 
@@ -31,7 +32,7 @@ def expected(how: dict[str, Any], x: Any, w: Any, dy: Any) -> list[np.ndarray[An
     profile = how.get("profile", "ocp")
 
     def q(t: Any, axis: int, which: int) -> oracle.MXArray:
-        return oracle.quantize(np.ascontiguousarray(_array(t)), axis=axis, format=formats[which], profile=profile)
+        return oracle.quantize(np.ascontiguousarray(to_array(t)), axis=axis, format=formats[which], profile=profile)
 
     pad = [F.pad(t, (0, 0, 0, 16)).t() for t in (dy, x)]
     ends = ENDS.numpy()
@@ -40,7 +41,7 @@ def expected(how: dict[str, Any], x: Any, w: Any, dy: Any) -> list[np.ndarray[An
         oracle.dgrad(q(dy, 1, 2), q(w, 1, 1), ends),
         oracle.wgrad(q(pad[0], 1, 2), q(pad[1], 1, 0), ends),
     )
-    return [oracle.bound.round_to(a.value, _array(x).dtype) for a in answers]
+    return [oracle.bound.round_to(a.value, to_array(x).dtype) for a in answers]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_all_three_products_are_those_of_the_oracle(how: dict[str, Any], design:
     y = grouped_mm(x, w, ENDS, recipe(*(f"{op}/{design}" for op in ("forward", "dgrad", "wgrad")), **how))
     y.backward(dy)  # type: ignore[no-untyped-call]
     for got, want in zip((y, x.grad, w.grad), expected(how, x, w, dy), strict=True):
-        assert _array(got).tobytes() == want.tobytes()
+        assert to_array(got).tobytes() == want.tobytes()
     assert not y[96:].any() and not w.grad[1].any()
 
 
@@ -102,7 +103,7 @@ def test_what_is_refused() -> None:
         (lambda: F.grouped_mm(x, p.transpose(-2, -1), offs=ENDS, bias=torch.zeros(3, 32)), "takes no bias"),
         (lambda: F.grouped_mm(x, p.transpose(-2, -1)), "without offsets"),
         (lambda: F.grouped_mm(x, p.transpose(-2, -1), offs=ENDS, out_dtype=torch.float32), "writes bfloat16"),
-        (lambda: grouped_mm(x, w.clone().requires_grad_(), odd, recipe()), "needs multiples of 32 tokens"),
+        (lambda: grouped_mm(x, w.clone().requires_grad_(), odd, recipe()), "need multiples of 32 tokens"),
         (lambda: grouped_mm(x[:, :48], w, ENDS, recipe()), "expected x"),
         (lambda: mx_weight(w[0], recipe()), "expected"),
     ):

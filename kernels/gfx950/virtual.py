@@ -68,6 +68,7 @@ class VirtualDevice:
     def begin(self, seed: int, model: str | None = None) -> None:
         """Forget what ran, and draw orders from another seed. model: another one from now on."""
         self.seed, self.results = seed, list[RunResult]()
+        self.failed: BaseException | None = None
         if model is not None:
             self.options["model"] = model
 
@@ -76,7 +77,9 @@ class VirtualDevice:
         return tuple(finding for result in self.results for finding in result.findings)
 
     def check(self) -> None:
-        """Raise HazardError for the first launch that had findings."""
+        """Raise what the first launch that could not be run raised, or HazardError for the first with findings."""
+        if self.failed is not None:
+            raise self.failed
         for result in self.results:
             result.check()
 
@@ -263,6 +266,7 @@ def _entered(call: Callable[[Any], Any], packed: Any) -> Any:
     call(packed)
     error, _current.error = _current.error, None
     if error is not None:
+        _current.failed = _current.failed or error  # whoever called may swallow it
         raise error
 
 
@@ -311,12 +315,13 @@ _kept: list[Any] = []  # a generator that is collected runs its end
 def emulated(build: Build) -> Build:
     """A build that launches through FlyDSL, as one that is judged on the virtual device."""
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])
+    ours = tuple(f"{__package__}.{m.name}" for m in modules if not m.name.startswith("test_") and not m.ispkg)
     return replace(
         build,
         device=ARCH,
         assumes=ASSUMPTIONS,
-        requires=NEEDS,
-        sources=tuple(f"{__package__}.{m.name}" for m in modules if not m.name.startswith("test_") and not m.ispkg),
+        requires=tuple(dict.fromkeys((*build.requires, *NEEDS))),
+        sources=(*build.sources, *ours),
     )
 
 

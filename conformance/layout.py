@@ -77,6 +77,8 @@ def quantized(build: Build, parts: list[Array], axis: int) -> list[Array]:
     if build.op != "quantize" or build.scale_layout == "plain":
         return parts
     elements, scales = parts
+    if elements.ndim <= max(axis, 0) or elements.ndim < 2:
+        raise LayoutError(f"returned elements of shape {elements.shape}; expected those of its input")
     shape: list[int] = list(elements.shape)
     shape.append(shape.pop(axis))
     *outer, rows, length = shape

@@ -13,7 +13,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from mxgate.kernels.build import Build, BuildError, build_from
@@ -46,23 +48,19 @@ def installed() -> tuple[tuple[Build, ...], tuple[str, ...]]:
 def _load(name: str, value: str, at: str) -> Build:
     from mxgate.kernels.declared import registered
 
-    reader, writer = os.pipe()
-    with open(reader, "rb") as answer:
+    with tempfile.NamedTemporaryFile(prefix="mxgate-") as answer:  # a file never blocks its writer, as a pipe may
         try:
             done = subprocess.run(
-                [sys.executable, "-c", _START, name, value, str(writer)],
-                pass_fds=(writer,),
+                [sys.executable, "-c", _START, name, value, answer.name],
                 stdin=subprocess.DEVNULL,
-                capture_output=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 timeout=SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired:
             raise BuildError(f"{at}: gave nothing within {SECONDS:g} s") from None
-        finally:
-            os.close(writer)
-        os.set_blocking(reader, False)  # what it forked may hold the other end for ever
-        text = answer.read() or b""
+        text = answer.read()
     try:
         found: dict[str, Any] = json.loads(text)
     except ValueError:
@@ -72,13 +70,16 @@ def _load(name: str, value: str, at: str) -> Build:
     if "mapping" in found:
         return registered(name, found["mapping"], at)
     try:
-        return build_from(found["build"])
+        build = build_from(found["build"])
+        if os.sep in build.name:  # a name is part of a file name
+            raise BuildError(f"name is {build.name!r}; expected a word")
+        return build
     except (BuildError, TypeError, KeyError, ValueError) as error:
         raise BuildError(f"{at}: {error}") from None
 
 
-def main(name: str, value: str, writer: str) -> None:
-    """In the child: load the entry point and write what it is as JSON to the pipe `writer`."""
+def main(name: str, value: str, answer: str) -> None:
+    """In the child: load the entry point and write what it is as JSON to the file `answer`."""
     try:
         loaded = importlib.metadata.EntryPoint(name, value, GROUP).load()
         if isinstance(loaded, Build):
@@ -90,5 +91,4 @@ def main(name: str, value: str, writer: str) -> None:
         text = json.dumps(found)
     except BaseException as error:  # SystemExit is the package's doing as well
         text = json.dumps({"error": f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"})
-    with open(int(writer), "w") as to:
-        to.write(text)
+    Path(answer).write_text(text)

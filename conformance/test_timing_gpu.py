@@ -27,5 +27,5 @@ def test_the_shifted_ramp_is_aligned_to_a_block_and_to_nothing_larger() -> None:
 def test_a_process_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     build = registry()["wgrad/numpy_reference"]
     case = timing_gpu.case_of("wgrad", "16b", "uniform")
-    with pytest.raises(RuntimeError, match=r"^the timing process (failed: .*|did not end within 120 s)$"):
+    with pytest.raises(RuntimeError, match=r"^the timing process failed: "):
         timing_gpu.time_on_gpu([build], case, seconds=0.1, passes=1, flush=False, limit=120)

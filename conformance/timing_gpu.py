@@ -5,9 +5,8 @@ rotates from pass to pass. Clock, power and energy are read from NVML with every
 scales, never zeros, and padding holds NaN.
 
 Before the first pass and after the last one a sample of every expert's output is held against the exact oracle, and
-between them the whole output must keep its bytes. It runs in a process of its own, `python -m
-mxgate.conformance.timing_gpu` with a request as JSON on standard input: a kernel that hangs or poisons the context
-costs that process only.
+between them the whole output must keep its bytes, and the operands theirs. It runs in a process of its own, with a request as
+JSON on standard input: a kernel that hangs or poisons the context costs that process only.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,8 @@ from mxgate.kernels.build import BLOCK, Build, build_from
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.quantize import MXArray
 
+# The working directory is no place to import from.
+_START = "import sys; sys.path[:] = filter(None, sys.path); from mxgate.conformance.timing_gpu import main; main(sys.argv[1])"
 # N, K, experts and mean tokens of an expert: the 16B and 671B models' expert layers.
 SHAPES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"16b": (1408, 2048, 8, 24480), "671b-up": (4096, 7168, 32, 8072), "671b-down": (7168, 2048, 32, 8072)}
@@ -110,21 +113,25 @@ def time_on_gpu(
         "passes": passes,
         "flush": flush,
     }
+    with tempfile.NamedTemporaryFile(prefix="mxgate-") as answer:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _START, answer.name],
+                input=json.dumps(request),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the timing process did not end within {limit:g} s") from None
+        text = answer.read()
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", __name__],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"the timing process did not end within {limit:g} s") from None
-    if done.returncode:
+        return dict(json.loads(text))
+    except ValueError:
         said = done.stderr.strip().splitlines()
-        raise RuntimeError(f"the timing process failed: {said[-1] if said else f'exit {done.returncode}'}")
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        raise RuntimeError(f"the timing process failed: {said[-1] if said else f'exit {done.returncode}'}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -143,8 +150,13 @@ class _Meter:
             import pynvml
 
             pynvml.nvmlInit()
-            self.handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            import torch
+
+            # torch's device 0, which CUDA_VISIBLE_DEVICES may have chosen among several.
+            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+            self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
             self._nvml = pynvml
+            pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)  # not every GPU counts it
         except Exception:  # no package, no driver, or another vendor's: the figures are left out
             self.handle = None
 
@@ -320,6 +332,16 @@ def _bandwidth() -> float:
     return 2 * source.numel() / statistics.median(samples)
 
 
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether tensors have the same bytes."""
+    import torch
+
+    return all(
+        a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     """The document of time_on_gpu, in this process."""
     import torch
@@ -332,13 +354,24 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     refused: dict[str, str] = {}
     calls: dict[str, Callable[[], Any]] = {"bf16": _baseline(case)}
     kept: dict[str, Any] = {}
+    given = [t.clone() for t in operands]
     for build in builds:
-        function = build.load()
-        calls[build.id] = lambda function=function: function(*operands)  # type: ignore[misc]
-        out = calls[build.id]()
-        if (wrong := _wrong(build, case, operands, out)) is not None:
+        try:
+            function = build.load()
+            calls[build.id] = lambda function=function: function(*operands)  # type: ignore[misc]
+            kept[build.id] = calls[build.id]().clone()
+            torch.cuda.synchronize()
+        except Exception as error:
+            refused[build.id] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            calls.setdefault(build.id, calls["bf16"])
+            continue
+        if not _same(operands, given):
+            refused[build.id] = "it changed its operands"
+            for t, before in zip(operands, given, strict=True):
+                t.copy_(before)
+        elif (wrong := _wrong(build, case, operands, kept[build.id])) is not None:
             refused[build.id] = f"wrong before timing: {wrong}"
-        kept[build.id] = out
+    calls["bf16"]()  # its first call sets things up, and would be taken for a slow one
     meter = _Meter()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counted: dict[str, int] = dict.fromkeys(calls, 0)
@@ -362,8 +395,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     for build in builds:
         if build.id not in refused:
             out = calls[build.id]()
-            width = torch.int16 if out.element_size() == 2 else torch.int32
-            if not torch.equal(out.view(width), kept[build.id].view(width)):
+            if not _same([out], [kept[build.id]]):
                 refused[build.id] = "its output after timing is not what it was before"
             elif (wrong := _wrong(build, case, operands, out)) is not None:
                 refused[build.id] = f"wrong after timing: {wrong}"
@@ -397,6 +429,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
         # One byte read and two written for each element, then the BF16 product.
         "two_pass_limit": base / (base + 3 * elements / bandwidth),
         "timings": [asdict(t) for t in timings],
+        "energy": meter.handle is not None,
         "time": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
     }
 
@@ -406,5 +439,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-if __name__ == "__main__":
-    print(json.dumps(measure(json.load(sys.stdin))))
+def main(answer: str) -> None:
+    """In the process: a request from standard input, the document into the file `answer`."""
+    Path(answer).write_text(json.dumps(measure(json.load(sys.stdin))))

@@ -5,8 +5,8 @@ rotates from pass to pass. Clock, power and energy are read from NVML with every
 scales, never zeros, and padding holds NaN.
 
 Before the first pass and after the last one a sample of every expert's output is held against the exact oracle, and
-between them the whole output must keep its bytes, and the operands theirs. It runs in a process of its own, with a request as
-JSON on standard input: a kernel that hangs or poisons the context costs that process only.
+between them the whole output must keep its bytes, and the operands theirs. It runs in a process of its own, with a
+request as JSON on standard input: a kernel that hangs or poisons the context costs that process only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.quantize import MXArray
 
 # The working directory is no place to import from.
-_START = "import sys; sys.path[:] = filter(None, sys.path); from mxgate.conformance.timing_gpu import main; main(sys.argv[1])"
+_PATH = "import sys; sys.path[:] = filter(None, sys.path); "
+_START = _PATH + "from mxgate.conformance.timing_gpu import main; main(sys.argv[1])"
 # N, K, experts and mean tokens of an expert: the 16B and 671B models' expert layers.
 SHAPES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"16b": (1408, 2048, 8, 24480), "671b-up": (4096, 7168, 32, 8072), "671b-down": (7168, 2048, 32, 8072)}

@@ -67,18 +67,18 @@ def jobs(target: str) -> Iterator[Job]:
                 for square in (False, True):
                     constants = {**shared, "SQUARE": square, "C": 128}
                     yield Job(f"{name} columns", quantize.other_axis_kernel, constants, types, {"num_warps": 4})
-    for format in (0, 1, 2):
+    for format, (block_r, block_c), limit in ((0, (1, 32), 2), (1, (1, 32), 1), (2, (32, 1), 0), (0, (32, 32), 0)):
         constants = {
-            "BLOCK_R": 1,
-            "BLOCK_C": 32,
-            "ROWS": 64,
-            "COLUMNS": 128,
+            "BLOCK_R": block_r,
+            "BLOCK_C": block_c,
+            "ROWS": 32,
+            "COLUMNS": 256,
             "FORMAT": format,
-            "LIMIT": 1,
+            "LIMIT": limit,
             "NATIVE": bool(NATIVE[target]),
             "DTYPE": tl.bfloat16,
         }
-        yield Job(f"dequantize {format}", quantize.dequantize_kernel, constants, out, {"num_warps": 8})
+        yield Job(f"dequantize {format} {block_r}x{block_c}", quantize.dequantize_kernel, constants, out, {"num_warps": 8})
     zeros = {"ROWS": 32, "COLUMNS": 128}
     yield Job("zero rows", quantize.zero_rows_kernel, zeros, {"out_ptr": "*i16"}, {})
     if 0 in DOTS[target]:

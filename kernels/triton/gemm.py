@@ -10,9 +10,9 @@ tokens. A tile is computed by `product`, in one of three ways:
   scaled    tl.dot_scaled, the device's own block-scaled dot or Triton's emulation of it.
 
 None of the three survives every legal scale: 448 * 2^127 is no bfloat16, 2^-127 is lost in products, and Triton's
-emulation takes the byte 0 for zero. So a tile first looks at its own scales, and where one lies outside 2^-80 .. 2^80
-it goes block by block, applying both scales of a partial sum together as two halves of one exponent. The look costs
-1/32 of the operands' bytes; it sees only the tile's own tokens, so what lies in the padding never decides a rounding.
+emulation takes the byte 0 for zero. So a tile looks at its own scales as it goes, and where one lies outside 2^-80 ..
+2^80 it starts again and goes block by block, applying both scales of a partial sum together as two halves of one
+exponent. It sees only the tile's own tokens, so what lies in the padding never decides a rounding.
 
 Kernels are persistent: a program takes every n-th tile, tiles are numbered in groups of SUPER rows of tiles to share
 operands in cache. Where a group begins is found on the device from the offsets, so nothing waits for the host and a
@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ DEQUANT = tl.constexpr(0)
 BLOCKS = tl.constexpr(1)
 SCALED = tl.constexpr(2)
 PRODUCTS = ("dequant", "blocks", "scaled")
+LEAST_EXPERTS = 64  # that a kernel is compiled for
+LEAST_ROWS = 16  # of a tile: a matrix instruction takes no fewer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,44 +138,46 @@ def product(
     DTYPE: tl.constexpr,
 ):
     """float32 [BM, BN] of rows and columns (int64) over l in start .. end, both multiples of 32."""
-    LOOK: tl.constexpr = 16
-    far = tl.zeros((BM, LOOK), tl.int32)
-    far_b = tl.zeros((BN, LOOK), tl.int32)
-    for low in range(start // BLOCK, tl.cdiv(end, BLOCK), LOOK):
-        blocks = low + tl.arange(0, LOOK)
-        far |= is_far(load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE))
-        far_b |= is_far(load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE))
-    anywhere = tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0))
-
+    BLOCKS_L: tl.constexpr = BL // BLOCK
     acc = tl.zeros((BM, BN), tl.float32)
-    if anywhere == 0:
-        for low in range(start, end, BL):
-            k = low + tl.arange(0, BL)
-            blocks = low // BLOCK + tl.arange(0, BL // BLOCK)
-            a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
-            b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
-            a_scales = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
-            b_scales = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
-            if PRODUCT == DEQUANT:
-                x = scaled_values(a, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
-                y = scaled_values(b, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
-                acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
-            elif PRODUCT == SCALED:
-                A_NAME: tl.constexpr = "e4m3" if A_FORMAT == 0 else "e5m2"
-                B_NAME: tl.constexpr = "e4m3" if B_FORMAT == 0 else "e5m2"
-                x8 = fp8(a, A_FORMAT)
-                y8 = tl.trans(fp8(b, B_FORMAT))
-                acc = tl.dot_scaled(x8, a_scales, A_NAME, y8, b_scales, B_NAME, acc)
+    far = tl.zeros((BM, BLOCKS_L), tl.int32)
+    far_b = tl.zeros((BN, BLOCKS_L), tl.int32)
+    # Scales are loaded a step ahead: their few bytes are no copies that the compiler would start early by itself.
+    blocks = start // BLOCK + tl.arange(0, BLOCKS_L)
+    a_next = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
+    b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
+    for low in range(start, end, BL):
+        k = low + tl.arange(0, BL)
+        a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
+        b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+        a_scales = a_next
+        b_scales = b_next
+        blocks = low // BLOCK + BLOCKS_L + tl.arange(0, BLOCKS_L)
+        a_next = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
+        b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
+        far |= is_far(a_scales)
+        far_b |= is_far(b_scales)
+        if PRODUCT == DEQUANT:
+            x = scaled_values(a, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
+            y = scaled_values(b, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
+            acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+        elif PRODUCT == SCALED:
+            A_NAME: tl.constexpr = "e4m3" if A_FORMAT == 0 else "e5m2"
+            B_NAME: tl.constexpr = "e4m3" if B_FORMAT == 0 else "e5m2"
+            x8 = fp8(a, A_FORMAT)
+            y8 = tl.trans(fp8(b, B_FORMAT))
+            acc = tl.dot_scaled(x8, a_scales, A_NAME, y8, b_scales, B_NAME, acc)
+        else:
+            if FP8_DOT:
+                part = tl.dot(fp8(a, A_FORMAT), tl.trans(fp8(b, B_FORMAT)))
             else:
-                if FP8_DOT:
-                    part = tl.dot(fp8(a, A_FORMAT), tl.trans(fp8(b, B_FORMAT)))
-                else:
-                    x = decode(a, A_FORMAT, NATIVE, DTYPE)
-                    y = decode(b, B_FORMAT, NATIVE, DTYPE)
-                    part = tl.dot(x, tl.trans(y), input_precision="ieee")
-                factors = tl.reshape(near_scale(a_scales, tl.float32), (BM, 1))
-                acc += part * factors * tl.reshape(near_scale(b_scales, tl.float32), (1, BN))
-    else:
+                x = decode(a, A_FORMAT, NATIVE, DTYPE)
+                y = decode(b, B_FORMAT, NATIVE, DTYPE)
+                part = tl.dot(x, tl.trans(y), input_precision="ieee")
+            factors = tl.reshape(near_scale(a_scales, tl.float32), (BM, 1))
+            acc += part * factors * tl.reshape(near_scale(b_scales, tl.float32), (1, BN))
+    if tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0)) != 0:
+        acc = tl.zeros((BM, BN), tl.float32)
         for low in range(start, end, BLOCK):
             k = low + tl.arange(0, BLOCK)
             block = low // BLOCK + tl.arange(0, 1)
@@ -205,7 +210,8 @@ def tile_of(tile, high, wide, SUPER: tl.constexpr):
 # Rows are tokens: forward, dgrad
 
 
-@triton.jit
+# Left unspecialised: what only byte loads, loop bounds and masks of rows use. A kernel compiles for seconds.
+@triton.jit(do_not_specialize=["m", "experts", "as_r", "bs_e", "bias_e", "bias_n"])
 def rows_kernel(
     a_ptr,
     a_scales_ptr,
@@ -292,7 +298,8 @@ def rows_kernel(
         # Each part takes whole blocks, the last one what is left.
         share = tl.cdiv(tl.cdiv(length, BLOCK), SPLIT) * BLOCK
         low = tl.minimum(part * share, length)
-        stop = tl.where(nobody, low, tl.minimum(low + share, length))
+        # In whole blocks, so that the compiler sees it: it would load bytes one by one under a mask of any length.
+        stop = tl.where(nobody, low, tl.minimum(low + share, length)) // BLOCK * BLOCK
         rows = first + tl.arange(0, BM)
         columns = tile_column * BN + tl.arange(0, BN)
         row_mask = rows < end
@@ -346,7 +353,7 @@ def rows_kernel(
 # Sums run over tokens: wgrad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m", "experts", "as_r", "bs_c"])
 def wgrad_kernel(
     a_ptr,
     a_scales_ptr,
@@ -404,7 +411,7 @@ def wgrad_kernel(
         share = tl.cdiv(tl.cdiv(end - start, BLOCK), SPLIT) * BLOCK
         # Whole blocks, and so that the compiler sees it: otherwise it loads bytes one by one.
         low = tl.minimum(start + part * share, end) // BLOCK * BLOCK
-        stop = tl.minimum(low + share, end)
+        stop = tl.minimum(low + share, end) // BLOCK * BLOCK
         rows = tile_row * BM + tl.arange(0, BM)
         columns = tile_column * BN + tl.arange(0, BN)
         row_mask = rows < n
@@ -533,9 +540,16 @@ def tiles(device: str) -> Mapping[str, Tile]:
     return {key: Tile(**values) for key, values in {**text["default"], **text.get(device, {})}.items()}
 
 
-def tile_for(device: Device, kind: str, product: str, tile: Tile | None) -> Tile:
-    """kind: "rows" or "wgrad". The caller's tile, or the file's; a step of `blocks` is one block, always."""
+def tile_for(device: Device, kind: str, product: str, tile: Tile | None, group_rows: int = 0) -> Tile:
+    """kind: "rows" or "wgrad". The caller's tile, or the file's; a step of `blocks` is one block, always.
+
+    With group_rows the file's tile is cut so that it lies within one group; the caller's has to. ValueError.
+    """
     found = tile or tiles(device.name)[f"{kind}/{product}"]
+    if tile is None and group_rows:
+        found = replace(found, rows=max(LEAST_ROWS, gcd(found.rows, group_rows)))
+    if group_rows % found.rows:
+        raise ValueError(f"a tile of {found.rows} rows would cross row groups of {group_rows}; expected a divisor")
     if product == "blocks" and found.length != 32:
         raise ValueError(f"product 'blocks' multiplies 32 at a time; its tile has length {found.length}")
     return found
@@ -680,9 +694,7 @@ def rows_gemm(
         raise ValueError(f"split is {split}; expected 1 or more")
     device = device_for(a.codes.device)
     chosen = choices(device, product, a.format, b.format)
-    tile = tile_for(device, "rows", PRODUCTS[chosen["PRODUCT"]], tile)
-    if group_rows % tile.rows:
-        raise ValueError(f"a tile of {tile.rows} rows would cross row groups of {group_rows}; expected a divisor")
+    tile = tile_for(device, "rows", PRODUCTS[chosen["PRODUCT"]], tile, group_rows)
     result = output((m, n), a.codes.device, out, out_dtype)
     if m == 0 or n == 0:
         return result
@@ -711,7 +723,7 @@ def rows_gemm(
         *(b.scales.stride(axis) for axis in (0, column, contraction)),
         *((0, 0) if bias is None else bias.stride()),
         *result.stride(),
-        EXPERTS=triton.next_power_of_2(experts + 1),
+        EXPERTS=max(LEAST_EXPERTS, triton.next_power_of_2(experts + 1)),
         GROUP_ROWS=group_rows,
         HAS_BIAS=bias is not None,
         REPAIR=only_if is not None,

@@ -7,6 +7,7 @@ longer compiles at all is caught for two targets). Rounding within a bound is th
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -62,9 +63,9 @@ def same(got: Any, want: Any) -> bool:
 
 
 @triton.jit
-def decode_kernel(codes, out, FORMAT: tl.constexpr, NATIVE: tl.constexpr):
+def decode_kernel(codes, out, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
     at = tl.arange(0, 256)
-    tl.store(out + at, codec.decode(tl.load(codes + at), FORMAT, NATIVE, tl.float32))
+    tl.store(out + at, codec.decode(tl.load(codes + at), FORMAT, NATIVE, DTYPE).to(tl.float32))
 
 
 @triton.jit
@@ -94,9 +95,9 @@ CODES = np.arange(256, dtype=np.uint8)
 def test_every_code_decodes_to_its_value(name: str) -> None:
     number = codec.FORMAT_NAMES.index(name)
     native = {False} if INTERPRETED else {False, number < 2}
-    for way in native:
+    for way, dtype in itertools.product(native, (tl.float32,) if INTERPRETED else (tl.float32, tl.bfloat16)):
         out = torch.empty(256, device=DEVICE)
-        decode_kernel[(1,)](tensor(CODES), out, FORMAT=number, NATIVE=way)
+        decode_kernel[(1,)](tensor(CODES), out, FORMAT=number, NATIVE=way, DTYPE=dtype)
         got, want = out.cpu().numpy(), decode(CODES, name).astype(np.float32)
         number_codes = ~np.isnan(want)
         assert np.array_equal(np.isnan(got), ~number_codes)
@@ -213,15 +214,17 @@ def test_squares_of_32_share_a_scale(make: Any) -> None:
     assert same(gemm.forward(*map(tensor, given), product="dequant"), want)
 
 
-def test_routing_by_the_expert_of_row_groups(make: Any) -> None:
-    args = make("forward", (64, 64, 64), 32, 64)
+@pytest.mark.parametrize("group_rows", [32, 64])
+def test_routing_by_the_expert_of_row_groups(make: Any, group_rows: int) -> None:
+    """Groups as long as the file's tile here, and shorter than any device's."""
+    args = make("forward", (group_rows,) * 3, 32, 64)
     want = reference.forward(*args)
     order = np.array([2, -1, 0, 1], np.int32)
-    rows = np.concatenate([np.arange(64) + 64 * max(e, 0) for e in order])
+    rows = np.concatenate([np.arange(group_rows) + group_rows * max(e, 0) for e in order])
     given = [args[0].view(np.uint8)[rows].view(args[0].dtype), args[1].view(np.uint8)[rows].view(args[1].dtype)]
-    got = gemm.forward(*map(tensor, [*given, *args[2:4], order]), group_rows=64, product="dequant")
+    got = gemm.forward(*map(tensor, [*given, *args[2:4], order]), group_rows=group_rows, product="dequant")
     expected = want[rows]
-    expected[64:128] = 0
+    expected[group_rows : 2 * group_rows] = 0
     assert same(got, expected)
 
 
@@ -250,7 +253,7 @@ def test_wrong_arguments_are_refused(make: Any) -> None:
     with pytest.raises(TypeError, match="int32"):
         forward(*args[:4], args[4].to(torch.int64))
     with pytest.raises(ValueError, match="cross row groups"):
-        forward(*args[:4], torch.zeros(2, dtype=torch.int32, device=DEVICE), group_rows=48)
+        forward(*args[:4], torch.zeros(3, dtype=torch.int32, device=DEVICE), group_rows=24)
     with pytest.raises(ValueError, match="bias has shape"):
         forward(*args, bias=torch.zeros(2, 31, device=DEVICE))
 

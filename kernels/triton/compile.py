@@ -79,7 +79,8 @@ def jobs(target: str) -> Iterator[Job]:
             "NATIVE": bool(NATIVE[target]),
             "DTYPE": tl.bfloat16,
         }
-        yield Job(f"dequantize {format} {block_r}x{block_c}", quantize.dequantize_kernel, constants, out, {"num_warps": 8})
+        name = f"dequantize {format} {block_r}x{block_c}"
+        yield Job(name, quantize.dequantize_kernel, constants, out, {"num_warps": 8})
     zeros = {"ROWS": 32, "COLUMNS": 128}
     yield Job("zero rows", quantize.zero_rows_kernel, zeros, {"out_ptr": "*i16"}, {})
     if 0 in DOTS[target]:
@@ -110,7 +111,7 @@ def _gemms(target: str, product: str, formats: tuple[int, int], split: int, repa
         }
         if kind == "rows":
             constants |= {"EXPERTS": 16, "GROUP_ROWS": 0, "HAS_BIAS": True}
-        name = f"{kind} {product} {formats[0]}x{formats[1]}" + (f" split {split}" if split > 1 else "") + " repair" * repair
+        name = f"{kind} {product} {formats[0]}x{formats[1]}" + f" split {split}" * (split > 1) + " repair" * repair
         yield Job(name, kernel, constants, {"out_ptr": "*bf16" if split == 1 else "*fp32"}, options)
 
 

@@ -351,7 +351,8 @@ def dequantize_kernel(
         scales = tl.load(at + column_blocks.to(tl.int64)[None, :] * scales_c, mask=used, other=127)
         out = decode(codes, FORMAT, NATIVE, DTYPE) * near_scale(scales, DTYPE)[:, None, :, None]
         if DTYPE == tl.float32:
-            out = (out.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)  # exact: 4 bits or 3
+            # Exact: 4 bits or 3.
+            out = (out.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         tl.store(out_ptr + block * out_o + long * out_r + columns, out, mask=mask)
         # All who find one write the same.
         tl.store(far_ptr + tl.zeros((R, C), tl.int32), tl.full((R, C), 1, tl.int32), mask=is_far(scales) != 0)

@@ -94,7 +94,8 @@ def jobs(target: str) -> Iterator[Job]:
 def _gemms(target: str, product: str, formats: tuple[int, int], split: int, repair: bool) -> Iterator[Job]:
     for kind, kernel in (("rows", gemm.rows_kernel), ("wgrad", gemm.wgrad_kernel)):
         settings = gemm.settings(gemm.tiles(target)[f"{kind}/{product}"])
-        options = {key: settings.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in settings}
+        keys: tuple[str, ...] = ("num_warps", "num_stages", "maxnreg")
+        options: dict[str, int] = {key: settings.pop(key) for key in keys if key in settings}
         constants = {
             **settings,
             "A_FORMAT": formats[0],

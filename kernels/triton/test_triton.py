@@ -332,6 +332,37 @@ def test_quantizer_refuses() -> None:
         quantizer.quantize(x, 0, rounding="stochastic")
 
 
+@pytest.mark.parametrize(("axis", "block"), [(2, 32), (1, 32), ((1, 2), (32, 32))])
+@pytest.mark.parametrize("name", codec.FORMAT_NAMES)
+def test_dequantized_values_and_the_mark_of_a_far_scale(name: str, axis: Any, block: Any) -> None:
+    """Sides that are no multiples of a tile; every code; a far scale counts only where it is used."""
+    rng = np.random.default_rng(4)
+    shape = (2, 96, 160)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    codes = rng.integers(0, 256, shape, dtype=np.uint8)
+    scales = rng.integers(97, 157, [n // 32 if i in axes else n for i, n in enumerate(shape)], dtype=np.uint8)
+    scales[1, 0, 1] = 255
+    wide = scales
+    for i in axes:
+        wide = np.repeat(wide, 32, axis=i)
+    with np.errstate(invalid="ignore"):
+        want = (decode(codes, name) * scale_value(wide)).astype(np.float32)
+    elements = tensor(codes).view(getattr(torch, f"float8_{name}"))
+    far = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    got = quantizer.dequantize(elements, tensor(scales), far)
+    assert np.array_equal(got.float().cpu().numpy(), want, equal_nan=True)
+    assert far.item() == 0
+    scales[0, 1, 2] = 7
+    quantizer.dequantize(elements, tensor(scales), far)
+    assert far.item() == 1
+    if axis == 2:
+        far.zero_()
+        end = torch.tensor([64], dtype=torch.int32, device=DEVICE)
+        part = quantizer.dequantize(elements[0], tensor(scales[0]), far, ends=end, limit=1)
+        assert far.item() == 0
+        assert np.array_equal(part[:, :64].float().cpu().numpy(), want[0, :, :64], equal_nan=True)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Torch's grouped GEMMs
 
@@ -373,13 +404,23 @@ def test_blocked_scales_hold_each_group_in_its_own_tiles() -> None:
 # Compilers
 
 
-@pytest.mark.parametrize("target", ["sm90", "gfx950"])
-def test_the_wgrad_kernel_compiles_for(target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "name", "asm", "wanted"),
+    [
+        # Sixteen bytes a load, though the mask's bound is read from memory.
+        ("sm90", "wgrad dequant 0x0", "ptx", "cp.async.cg.shared.global"),
+        ("sm90", "dequantize 0 1x32", "ptx", "ld.global.v4.b32"),
+        # Triton's own way from e5m2 to bfloat16 loses infinities.
+        ("sm90", "dequantize 1 1x32", "ptx", "cvt.rn.f16x2.e5m2x2"),
+        ("gfx950", "wgrad dequant 0x0", "amdgcn", "mfma"),
+    ],
+)
+def test_kernels_compile_to(target: str, name: str, asm: str, wanted: str) -> None:
     """Every kernel and target: `python -m mxgate.kernels.triton.compile`."""
     code = (
         "from mxgate.kernels.triton import compile as c\n"
-        f"job = next(j for j in c.jobs({target!r}) if j.name == 'wgrad dequant 0x0')\n"
-        f"assert c.compile_job(job, {target!r}).asm\n"
+        f"job = next(j for j in c.jobs({target!r}) if j.name == {name!r})\n"
+        f"assert {wanted!r} in c.compile_job(job, {target!r}).asm[{asm!r}]\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True

@@ -53,8 +53,9 @@ def jobs(target: str) -> Iterator[Job]:
         for formats in ((0, 0), (1, 0), (2, 2)):
             if product == "scaled" and (2 in formats or not NATIVE[target]):
                 continue
-            for split in (1, 3) if (product, formats) == ("dequant", (0, 0)) else (1,):
-                yield from _gemms(target, product, formats, split)
+            plain = (product, formats) == ("dequant", (0, 0))
+            for split, repair in ((1, False), (3, False), (1, True)) if plain else ((1, False),):
+                yield from _gemms(target, product, formats, split, repair)
     out = {"out_ptr": "*bf16"}
     yield Job("add", gemm.add_kernel, {"OUT": tl.bfloat16, "B": 1024}, out, {})
     for kind, pointer in enumerate(("*i32", "*i16", "*fp16")):
@@ -67,18 +68,19 @@ def jobs(target: str) -> Iterator[Job]:
                 for square in (False, True):
                     constants = {**shared, "SQUARE": square, "C": 128}
                     yield Job(f"{name} columns", quantize.other_axis_kernel, constants, types, {"num_warps": 4})
-    for format in (0, 1, 2):
+    for format, (block_r, block_c), limit in ((0, (1, 32), 2), (1, (1, 32), 1), (2, (32, 1), 0), (0, (32, 32), 0)):
         constants = {
-            "BLOCK_R": 1,
-            "BLOCK_C": 32,
-            "ROWS": 64,
-            "COLUMNS": 128,
+            "BLOCK_R": block_r,
+            "BLOCK_C": block_c,
+            "ROWS": 32,
+            "COLUMNS": 256,
             "FORMAT": format,
-            "LIMIT": 1,
+            "LIMIT": limit,
             "NATIVE": bool(NATIVE[target]),
             "DTYPE": tl.bfloat16,
         }
-        yield Job(f"dequantize {format}", quantize.dequantize_kernel, constants, out, {"num_warps": 8})
+        name = f"dequantize {format} {block_r}x{block_c}"
+        yield Job(name, quantize.dequantize_kernel, constants, out, {"num_warps": 8})
     zeros = {"ROWS": 32, "COLUMNS": 128}
     yield Job("zero rows", quantize.zero_rows_kernel, zeros, {"out_ptr": "*i16"}, {})
     if 0 in DOTS[target]:
@@ -89,10 +91,11 @@ def jobs(target: str) -> Iterator[Job]:
         yield Job("probe chained", probe.chained_kernel, constants, {"out_ptr": "*fp32"}, {"num_warps": 4})
 
 
-def _gemms(target: str, product: str, formats: tuple[int, int], split: int) -> Iterator[Job]:
+def _gemms(target: str, product: str, formats: tuple[int, int], split: int, repair: bool) -> Iterator[Job]:
     for kind, kernel in (("rows", gemm.rows_kernel), ("wgrad", gemm.wgrad_kernel)):
         settings = gemm.settings(gemm.tiles(target)[f"{kind}/{product}"])
-        options = {key: settings.pop(key) for key in ("num_warps", "num_stages")}
+        keys: tuple[str, ...] = ("num_warps", "num_stages", "maxnreg")
+        options: dict[str, int] = {key: settings.pop(key) for key in keys if key in settings}
         constants = {
             **settings,
             "A_FORMAT": formats[0],
@@ -101,7 +104,7 @@ def _gemms(target: str, product: str, formats: tuple[int, int], split: int) -> I
             "B_SQUARE": False,
             "OUT": tl.bfloat16,
             "SPLIT": split,
-            "REPAIR": False,
+            "REPAIR": repair,
             "PRODUCT": gemm.PRODUCTS.index(product),
             "NATIVE": bool(NATIVE[target]),
             "FP8_DOT": all(f in DOTS[target] for f in formats),
@@ -109,7 +112,7 @@ def _gemms(target: str, product: str, formats: tuple[int, int], split: int) -> I
         }
         if kind == "rows":
             constants |= {"EXPERTS": 16, "GROUP_ROWS": 0, "HAS_BIAS": True}
-        name = f"{kind} {product} {formats[0]}x{formats[1]}" + (f" split {split}" if split > 1 else "")
+        name = f"{kind} {product} {formats[0]}x{formats[1]}" + f" split {split}" * (split > 1) + " repair" * repair
         yield Job(name, kernel, constants, {"out_ptr": "*bf16" if split == 1 else "*fp32"}, options)
 
 
@@ -122,7 +125,7 @@ def compile_job(job: Job, target: str) -> Any:
     for place, name in enumerate(names):
         plain = _POINTERS.get(name, "*u8") if name.endswith("_ptr") else "i32"
         signature[name] = "constexpr" if name in constants else job.types.get(name, plain)
-        if name not in constants and name not in ("key", "experts", "SPLIT", "last"):
+        if name not in constants and name not in ("key", "experts", "SPLIT", "last", "far_step", "m", "as_r"):
             attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(job.kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attributes)
     return triton.compile(source, target=TARGETS[target], options=dict(job.options))

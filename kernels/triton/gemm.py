@@ -10,9 +10,10 @@ tokens. A tile is computed by `product`, in one of three ways:
   scaled    tl.dot_scaled, the device's own block-scaled dot or Triton's emulation of it.
 
 None of the three survives every legal scale: 448 * 2^127 is no bfloat16, 2^-127 is lost in products, and Triton's
-emulation takes the byte 0 for zero. So a tile first looks at its own scales, and where one lies outside 2^-80 .. 2^80
-it goes block by block, applying both scales of a partial sum together as two halves of one exponent. The look costs
-1/32 of the operands' bytes; it sees only the tile's own tokens, so what lies in the padding never decides a rounding.
+emulation takes the byte 0 for zero. So a tile looks at its own scales as it goes, and leaves a mark where one lies
+outside 2^-80 .. 2^80. A second launch finds no mark and ends, or computes such tiles again block by block, applying
+both scales of a partial sum together as two halves of one exponent. A tile sees only its own tokens: what lies in the
+padding never decides a rounding.
 
 Kernels are persistent: a program takes every n-th tile, tiles are numbered in groups of SUPER rows of tiles to share
 operands in cache. Where a group begins is found on the device from the offsets, so nothing waits for the host and a
@@ -28,8 +29,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ from torch import Tensor
 from mxgate.kernels.build import Unavailable
 from mxgate.kernels.triton.codec import (
     BLOCK,
+    E5M2,
     FORMAT_NAMES,
     NAN_SCALE,
     decode,
@@ -58,6 +61,8 @@ DEQUANT = tl.constexpr(0)
 BLOCKS = tl.constexpr(1)
 SCALED = tl.constexpr(2)
 PRODUCTS = ("dequant", "blocks", "scaled")
+LEAST_EXPERTS = 64  # that a kernel is compiled for
+LEAST_ROWS = 16  # of a tile: a matrix instruction takes no fewer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,6 +108,13 @@ def fp8(codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def special_blocks(codes, ROWS: tl.constexpr, BL: tl.constexpr):
+    """int32 [ROWS, BL / 32]: 1 for blocks of e5m2 codes with an infinity or a NaN."""
+    largest = tl.max(tl.reshape((codes & 0x7F).to(tl.int32), (ROWS, BL // BLOCK, BLOCK)), 2)
+    return (largest >= 0x7C).to(tl.int32)
+
+
+@triton.jit
 def product(
     a_ptr,
     a_scales_ptr,
@@ -134,61 +146,103 @@ def product(
     FP8_DOT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """float32 [BM, BN] of rows and columns (int64) over l in start .. end, both multiples of 32."""
-    LOOK: tl.constexpr = 16
-    far = tl.zeros((BM, LOOK), tl.int32)
-    far_b = tl.zeros((BN, LOOK), tl.int32)
-    for low in range(start // BLOCK, tl.cdiv(end, BLOCK), LOOK):
-        blocks = low + tl.arange(0, LOOK)
-        far |= is_far(load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE))
-        far_b |= is_far(load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE))
-    anywhere = tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0))
+    """(sums, far): float32 [BM, BN] of rows and columns (int64) over l in start .. end, both multiples of 32.
 
+    far: not 0 where the sums are good for nothing, because of a scale (or `scaled`: an element) they cannot have.
+    """
+    BLOCKS_L: tl.constexpr = BL // BLOCK
     acc = tl.zeros((BM, BN), tl.float32)
-    if anywhere == 0:
-        for low in range(start, end, BL):
-            k = low + tl.arange(0, BL)
-            blocks = low // BLOCK + tl.arange(0, BL // BLOCK)
-            a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
-            b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
-            a_scales = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
-            b_scales = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
-            if PRODUCT == DEQUANT:
-                x = scaled_values(a, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
-                y = scaled_values(b, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
-                acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
-            elif PRODUCT == SCALED:
-                A_NAME: tl.constexpr = "e4m3" if A_FORMAT == 0 else "e5m2"
-                B_NAME: tl.constexpr = "e4m3" if B_FORMAT == 0 else "e5m2"
-                x8 = fp8(a, A_FORMAT)
-                y8 = tl.trans(fp8(b, B_FORMAT))
-                acc = tl.dot_scaled(x8, a_scales, A_NAME, y8, b_scales, B_NAME, acc)
+    far = tl.zeros((BM, BLOCKS_L), tl.int32)
+    far_b = tl.zeros((BN, BLOCKS_L), tl.int32)
+    # Scales are loaded a step ahead: their few bytes are no copies that the compiler would start early by itself.
+    blocks = start // BLOCK + tl.arange(0, BLOCKS_L)
+    a_next = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
+    b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
+    for low in range(start, end, BL):
+        k = low + tl.arange(0, BL)
+        a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
+        b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+        a_scales = a_next
+        b_scales = b_next
+        blocks = low // BLOCK + BLOCKS_L + tl.arange(0, BLOCKS_L)
+        a_next = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
+        b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
+        far |= is_far(a_scales)
+        far_b |= is_far(b_scales)
+        if PRODUCT == DEQUANT:
+            x = scaled_values(a, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
+            y = scaled_values(b, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
+            acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+        elif PRODUCT == SCALED:
+            A_NAME: tl.constexpr = "e4m3" if A_FORMAT == 0 else "e5m2"
+            B_NAME: tl.constexpr = "e4m3" if B_FORMAT == 0 else "e5m2"
+            x8 = fp8(a, A_FORMAT)
+            y8 = tl.trans(fp8(b, B_FORMAT))
+            # Where Triton emulates this, it casts e5m2 straight to bfloat16, and an infinity becomes 65536.
+            if A_FORMAT == E5M2:
+                far |= special_blocks(a, BM, BL)
+            if B_FORMAT == E5M2:
+                far_b |= special_blocks(b, BN, BL)
+            acc = tl.dot_scaled(x8, a_scales, A_NAME, y8, b_scales, B_NAME, acc)
+        else:
+            if FP8_DOT:
+                part = tl.dot(fp8(a, A_FORMAT), tl.trans(fp8(b, B_FORMAT)))
             else:
-                if FP8_DOT:
-                    part = tl.dot(fp8(a, A_FORMAT), tl.trans(fp8(b, B_FORMAT)))
-                else:
-                    x = decode(a, A_FORMAT, NATIVE, DTYPE)
-                    y = decode(b, B_FORMAT, NATIVE, DTYPE)
-                    part = tl.dot(x, tl.trans(y), input_precision="ieee")
-                factors = tl.reshape(near_scale(a_scales, tl.float32), (BM, 1))
-                acc += part * factors * tl.reshape(near_scale(b_scales, tl.float32), (1, BN))
-    else:
-        for low in range(start, end, BLOCK):
-            k = low + tl.arange(0, BLOCK)
-            block = low // BLOCK + tl.arange(0, 1)
-            a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
-            b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
-            x = decode(a, A_FORMAT, NATIVE, DTYPE)
-            y = decode(b, B_FORMAT, NATIVE, DTYPE)
-            part = tl.dot(x, tl.trans(y), input_precision="ieee")
-            a_scales = load_scales(a_scales_ptr, rows, row_mask, block, end, as_r, as_l, A_SQUARE).to(tl.int32)
-            b_scales = load_scales(b_scales_ptr, columns, column_mask, block, end, bs_c, bs_l, B_SQUARE).to(tl.int32)
-            b_scales = tl.trans(b_scales)
-            exponent = a_scales + b_scales - 254
-            half = exponent >> 1
-            part = part * power(half) * power(exponent - half)
-            lost = (a_scales == NAN_SCALE) | (b_scales == NAN_SCALE)
-            acc += tl.where(lost, float("nan"), part)
+                x = decode(a, A_FORMAT, NATIVE, DTYPE)
+                y = decode(b, B_FORMAT, NATIVE, DTYPE)
+                part = tl.dot(x, tl.trans(y), input_precision="ieee")
+            factors = tl.reshape(near_scale(a_scales, tl.float32), (BM, 1))
+            acc += part * factors * tl.reshape(near_scale(b_scales, tl.float32), (1, BN))
+    return acc, tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0))
+
+
+@triton.jit
+def far_product(
+    a_ptr,
+    a_scales_ptr,
+    b_ptr,
+    b_scales_ptr,
+    rows,
+    row_mask,
+    columns,
+    column_mask,
+    start,
+    end,
+    a_r,
+    a_l,
+    as_r,
+    as_l,
+    b_c,
+    b_l,
+    bs_c,
+    bs_l,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    A_SQUARE: tl.constexpr,
+    B_SQUARE: tl.constexpr,
+    NATIVE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """As `product`, whatever the scales and the elements."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for low in range(start, end, BLOCK):
+        k = low + tl.arange(0, BLOCK)
+        block = low // BLOCK + tl.arange(0, 1)
+        a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
+        b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+        x = decode(a, A_FORMAT, NATIVE, DTYPE)
+        y = decode(b, B_FORMAT, NATIVE, DTYPE)
+        part = tl.dot(x, tl.trans(y), input_precision="ieee")
+        a_scales = load_scales(a_scales_ptr, rows, row_mask, block, end, as_r, as_l, A_SQUARE).to(tl.int32)
+        b_scales = load_scales(b_scales_ptr, columns, column_mask, block, end, bs_c, bs_l, B_SQUARE).to(tl.int32)
+        b_scales = tl.trans(b_scales)
+        exponent = a_scales + b_scales - 254
+        half = exponent >> 1
+        part = part * power(half) * power(exponent - half)
+        lost = (a_scales == NAN_SCALE) | (b_scales == NAN_SCALE)
+        acc += tl.where(lost, float("nan"), part)
     return acc
 
 
@@ -205,7 +259,8 @@ def tile_of(tile, high, wide, SUPER: tl.constexpr):
 # Rows are tokens: forward, dgrad
 
 
-@triton.jit
+# Left unspecialised: what only byte loads, loop bounds and masks of rows use. A kernel compiles for seconds.
+@triton.jit(do_not_specialize=["far_step", "m", "experts", "as_r", "bs_e", "bias_e", "bias_n"])
 def rows_kernel(
     a_ptr,
     a_scales_ptr,
@@ -215,6 +270,7 @@ def rows_kernel(
     out_ptr,
     route_ptr,
     far_ptr,
+    far_step,
     m,
     n,
     length,
@@ -255,7 +311,9 @@ def rows_kernel(
     """out [m, n] (with SPLIT > 1 float32 [SPLIT, m, n]) of a [m, length] and b [experts, n, length].
 
     route_ptr: int32 ends of the groups [experts], or with GROUP_ROWS > 0 the expert of every GROUP_ROWS rows, where
-    -1 means nobody's. EXPERTS: a power of two above the number of experts. REPAIR: do nothing where far_ptr holds 0.
+    -1 means nobody's. EXPERTS: a power of two above the number of experts. far_ptr: int32, zeros; a tile that failed
+    (see product) sets the first and its own, the one after its job's number. REPAIR: compute those tiles, or with
+    far_step 0 all of them if the first is set.
     """
     which = tl.arange(0, EXPERTS)
     if GROUP_ROWS == 0:
@@ -292,44 +350,81 @@ def rows_kernel(
         # Each part takes whole blocks, the last one what is left.
         share = tl.cdiv(tl.cdiv(length, BLOCK), SPLIT) * BLOCK
         low = tl.minimum(part * share, length)
-        stop = tl.where(nobody, low, tl.minimum(low + share, length))
+        # In whole blocks, so that the compiler sees it: it would load bytes one by one under a mask of any length.
+        stop = tl.where(nobody, low, tl.minimum(low + share, length)) // BLOCK * BLOCK
         rows = first + tl.arange(0, BM)
         columns = tile_column * BN + tl.arange(0, BN)
+        if REPAIR:
+            wanted = tl.load(far_ptr + (1 + job) * far_step) != 0
+            stop = tl.where(wanted, stop, low)
+            end = tl.where(wanted, end, first)
         row_mask = rows < end
         column_mask = columns < n
         rows = rows.to(tl.int64)
         columns = columns.to(tl.int64)
-        acc = product(
-            a_ptr,
-            a_scales_ptr,
-            b_ptr + expert * b_e,
-            b_scales_ptr + expert * bs_e,
-            rows,
-            row_mask,
-            columns,
-            column_mask,
-            low,
-            stop,
-            a_r,
-            a_l,
-            as_r,
-            as_l,
-            b_c,
-            b_l,
-            bs_c,
-            bs_l,
-            BM,
-            BN,
-            BL,
-            A_FORMAT,
-            B_FORMAT,
-            A_SQUARE,
-            B_SQUARE,
-            PRODUCT,
-            NATIVE,
-            FP8_DOT,
-            DTYPE,
-        )
+        if REPAIR:
+            acc = far_product(
+                a_ptr,
+                a_scales_ptr,
+                b_ptr + expert * b_e,
+                b_scales_ptr + expert * bs_e,
+                rows,
+                row_mask,
+                columns,
+                column_mask,
+                low,
+                stop,
+                a_r,
+                a_l,
+                as_r,
+                as_l,
+                b_c,
+                b_l,
+                bs_c,
+                bs_l,
+                BM,
+                BN,
+                A_FORMAT,
+                B_FORMAT,
+                A_SQUARE,
+                B_SQUARE,
+                NATIVE,
+                DTYPE,
+            )
+        else:
+            acc, found = product(
+                a_ptr,
+                a_scales_ptr,
+                b_ptr + expert * b_e,
+                b_scales_ptr + expert * bs_e,
+                rows,
+                row_mask,
+                columns,
+                column_mask,
+                low,
+                stop,
+                a_r,
+                a_l,
+                as_r,
+                as_l,
+                b_c,
+                b_l,
+                bs_c,
+                bs_l,
+                BM,
+                BN,
+                BL,
+                A_FORMAT,
+                B_FORMAT,
+                A_SQUARE,
+                B_SQUARE,
+                PRODUCT,
+                NATIVE,
+                FP8_DOT,
+                DTYPE,
+            )
+            tl.store(far_ptr, 1, mask=found != 0)
+            tl.store(far_ptr + 1 + job, 1, mask=found != 0)
         mask = row_mask[:, None] & column_mask[None, :]
         if HAS_BIAS:
             # With SPLIT the bias goes into the first part alone.
@@ -346,7 +441,7 @@ def rows_kernel(
 # Sums run over tokens: wgrad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["far_step", "m", "experts", "as_r", "bs_c"])
 def wgrad_kernel(
     a_ptr,
     a_scales_ptr,
@@ -355,6 +450,7 @@ def wgrad_kernel(
     out_ptr,
     offsets_ptr,
     far_ptr,
+    far_step,
     m,
     n,
     k,
@@ -386,7 +482,10 @@ def wgrad_kernel(
     FP8_DOT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """out [experts, n, k] (with SPLIT > 1 float32 [SPLIT, experts, n, k]) of a [n, m] and b [k, m]."""
+    """out [experts, n, k] (with SPLIT > 1 float32 [SPLIT, experts, n, k]) of a [n, m] and b [k, m].
+
+    far_ptr, far_step, REPAIR: as in rows_kernel.
+    """
     high = tl.cdiv(n, BM)
     wide = tl.cdiv(k, BN)
     jobs = experts * high * wide * SPLIT
@@ -404,44 +503,80 @@ def wgrad_kernel(
         share = tl.cdiv(tl.cdiv(end - start, BLOCK), SPLIT) * BLOCK
         # Whole blocks, and so that the compiler sees it: otherwise it loads bytes one by one.
         low = tl.minimum(start + part * share, end) // BLOCK * BLOCK
-        stop = tl.minimum(low + share, end)
+        stop = tl.minimum(low + share, end) // BLOCK * BLOCK
         rows = tile_row * BM + tl.arange(0, BM)
         columns = tile_column * BN + tl.arange(0, BN)
         row_mask = rows < n
+        if REPAIR:
+            wanted = tl.load(far_ptr + (1 + job) * far_step) != 0
+            stop = tl.where(wanted, stop, low)
+            row_mask = row_mask & wanted
         column_mask = columns < k
         rows = rows.to(tl.int64)
         columns = columns.to(tl.int64)
-        acc = product(
-            a_ptr,
-            a_scales_ptr,
-            b_ptr,
-            b_scales_ptr,
-            rows,
-            row_mask,
-            columns,
-            column_mask,
-            low,
-            stop,
-            a_r,
-            a_l,
-            as_r,
-            as_l,
-            b_c,
-            b_l,
-            bs_c,
-            bs_l,
-            BM,
-            BN,
-            BL,
-            A_FORMAT,
-            B_FORMAT,
-            A_SQUARE,
-            B_SQUARE,
-            PRODUCT,
-            NATIVE,
-            FP8_DOT,
-            DTYPE,
-        )
+        if REPAIR:
+            acc = far_product(
+                a_ptr,
+                a_scales_ptr,
+                b_ptr,
+                b_scales_ptr,
+                rows,
+                row_mask,
+                columns,
+                column_mask,
+                low,
+                stop,
+                a_r,
+                a_l,
+                as_r,
+                as_l,
+                b_c,
+                b_l,
+                bs_c,
+                bs_l,
+                BM,
+                BN,
+                A_FORMAT,
+                B_FORMAT,
+                A_SQUARE,
+                B_SQUARE,
+                NATIVE,
+                DTYPE,
+            )
+        else:
+            acc, found = product(
+                a_ptr,
+                a_scales_ptr,
+                b_ptr,
+                b_scales_ptr,
+                rows,
+                row_mask,
+                columns,
+                column_mask,
+                low,
+                stop,
+                a_r,
+                a_l,
+                as_r,
+                as_l,
+                b_c,
+                b_l,
+                bs_c,
+                bs_l,
+                BM,
+                BN,
+                BL,
+                A_FORMAT,
+                B_FORMAT,
+                A_SQUARE,
+                B_SQUARE,
+                PRODUCT,
+                NATIVE,
+                FP8_DOT,
+                DTYPE,
+            )
+            tl.store(far_ptr, 1, mask=found != 0)
+            tl.store(far_ptr + 1 + job, 1, mask=found != 0)
         mask = row_mask[:, None] & column_mask[None, :]
         expert = expert.to(tl.int64)
         if SPLIT == 1:
@@ -510,7 +645,7 @@ def device_for(device: torch.device) -> Device:
 class Tile:
     """Tile settings of one kernel. rows, columns: of the output. length: of the sum, a step; a multiple of 32.
 
-    super: rows of tiles walked together. programs: per processor.
+    super: rows of tiles walked together. programs: per processor. registers: the most of a thread, 0 for any number.
     """
 
     rows: int
@@ -520,6 +655,7 @@ class Tile:
     warps: int
     stages: int
     programs: int = 1
+    registers: int = 0
 
     def __post_init__(self) -> None:
         if self.length % 32 or min(self.rows, self.columns, self.length, self.super, self.programs) < 1:
@@ -533,16 +669,26 @@ def tiles(device: str) -> Mapping[str, Tile]:
     return {key: Tile(**values) for key, values in {**text["default"], **text.get(device, {})}.items()}
 
 
-def tile_for(device: Device, kind: str, product: str, tile: Tile | None) -> Tile:
-    """kind: "rows" or "wgrad". The caller's tile, or the file's; a step of `blocks` is one block, always."""
+def tile_for(device: Device, kind: str, product: str, tile: Tile | None, group_rows: int = 0) -> Tile:
+    """kind: "rows" or "wgrad". The caller's tile, or the file's; a step of `blocks` is one block, always.
+
+    With group_rows the file's tile is cut so that it lies within one group; the caller's has to. ValueError.
+    """
     found = tile or tiles(device.name)[f"{kind}/{product}"]
+    if tile is None and group_rows:
+        found = replace(found, rows=max(LEAST_ROWS, gcd(found.rows, group_rows)))
+    if group_rows % found.rows:
+        raise ValueError(f"a tile of {found.rows} rows would cross row groups of {group_rows}; expected a divisor")
     if product == "blocks" and found.length != 32:
         raise ValueError(f"product 'blocks' multiplies 32 at a time; its tile has length {found.length}")
     return found
 
 
 def default_product(device: Device) -> str:
-    """What is native (block-scaled dots of Blackwell and gfx950, gfx942's FP8 dots), else dequant. Not measured yet."""
+    """What is native (block-scaled dots of Blackwell and gfx950, gfx942's FP8 dots), else dequant.
+
+    Dequant is the quickest of the three on an H200; the native ones are not measured.
+    """
     native = {"sm100": "scaled", "sm103": "scaled", "gfx950": "scaled", "gfx942": "blocks"}
     return native.get(device.name, "dequant")
 
@@ -631,12 +777,30 @@ def settings(tile: Tile) -> dict[str, Any]:
         "BL": tile.length,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        **({"maxnreg": tile.registers} if tile.registers else {}),
     }
 
 
 def launch(kernel: Any, jobs: int, device: Device, tile: Tile, *args: Any, **options: Any) -> None:
     programs = max(1, min(jobs, device.processors * tile.programs))
     kernel[(programs,)](*args, **options, **settings(tile))
+
+
+FAR = object()  # among a launch's arguments, where the marks go
+
+
+def launch_repaired(
+    kernel: Any, jobs: int, device: Device, tile: Tile, only_if: Tensor | None, *args: Any, **options: Any
+) -> None:
+    """The kernel, then once more for the tiles that failed; with only_if just the latter, for all or for none."""
+    marks = torch.zeros(1 + jobs, dtype=torch.int32, device=args[0].device) if only_if is None else only_if
+    step = 1 if only_if is None else 0
+    given = [part for arg in args for part in ((marks, step) if arg is FAR else (arg,))]
+    if only_if is None:
+        launch(kernel, jobs, device, tile, *given, REPAIR=False, **options)
+    # It multiplies decoded elements whatever the product, in one of its ways: one kernel for all products.
+    options |= {"PRODUCT": 0, "FP8_DOT": False}
+    launch(kernel, jobs, device, replace(tile, length=32), *given, REPAIR=True, **options)
 
 
 def add_parts(parts: Tensor, out: Tensor) -> None:
@@ -680,19 +844,18 @@ def rows_gemm(
         raise ValueError(f"split is {split}; expected 1 or more")
     device = device_for(a.codes.device)
     chosen = choices(device, product, a.format, b.format)
-    tile = tile_for(device, "rows", PRODUCTS[chosen["PRODUCT"]], tile)
-    if group_rows % tile.rows:
-        raise ValueError(f"a tile of {tile.rows} rows would cross row groups of {group_rows}; expected a divisor")
+    tile = tile_for(device, "rows", PRODUCTS[chosen["PRODUCT"]], tile, group_rows)
     result = output((m, n), a.codes.device, out, out_dtype)
     if m == 0 or n == 0:
         return result
     parts = torch.empty((split, m, n), dtype=torch.float32, device=result.device) if split > 1 else result
     bias = None if bias is None else bias.to(torch.float32)  # keeps the strides of one that is float32 already
-    launch(
+    launch_repaired(
         rows_kernel,
         (triton.cdiv(m, tile.rows) + experts + 1) * triton.cdiv(n, tile.columns) * split,
         device,
         tile,
+        only_if,
         a.codes,
         a.scales,
         b.codes,
@@ -700,7 +863,7 @@ def rows_gemm(
         result if bias is None else bias,
         parts,
         route,
-        route if only_if is None else only_if,
+        FAR,
         m,
         n,
         length,
@@ -711,10 +874,9 @@ def rows_gemm(
         *(b.scales.stride(axis) for axis in (0, column, contraction)),
         *((0, 0) if bias is None else bias.stride()),
         *result.stride(),
-        EXPERTS=triton.next_power_of_2(experts + 1),
+        EXPERTS=max(LEAST_EXPERTS, triton.next_power_of_2(experts + 1)),
         GROUP_ROWS=group_rows,
         HAS_BIAS=bias is not None,
-        REPAIR=only_if is not None,
         OUT=TL_TYPES[result.dtype],
         SPLIT=split,
         A_FORMAT=a.format,
@@ -753,18 +915,19 @@ def columns_gemm(
     if n == 0 or k == 0:
         return result
     parts = torch.empty((split, experts, n, k), dtype=torch.float32, device=result.device) if split > 1 else result
-    launch(
+    launch_repaired(
         wgrad_kernel,
         experts * triton.cdiv(n, tile.rows) * triton.cdiv(k, tile.columns) * split,
         device,
         tile,
+        only_if,
         a.codes,
         a.scales,
         b.codes,
         b.scales,
         parts,
         offsets,
-        offsets if only_if is None else only_if,
+        FAR,
         m,
         n,
         k,
@@ -774,7 +937,6 @@ def columns_gemm(
         *b.codes.stride(),
         *b.scales.stride(),
         *result.stride(),
-        REPAIR=only_if is not None,
         OUT=TL_TYPES[result.dtype],
         SPLIT=split,
         A_FORMAT=a.format,

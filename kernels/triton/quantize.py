@@ -190,16 +190,18 @@ def other_axis_kernel(
     C: tl.constexpr,
 ):
     """Blocks of 32 elements that lie `inner` apart, C of them a program; with SQUARE 32 neighbours share a scale."""
-    group = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * C + tl.arange(0, C)
+    across = tl.cdiv(inner, C)
+    group = (tl.program_id(0) // across).to(tl.int64)
+    column = tl.program_id(0) % across
+    columns = column * C + tl.arange(0, C)
     at = (group * BLOCK + tl.arange(0, BLOCK))[:, None] * inner + columns[None, :]
-    mask = (columns < inner)[None, :] & (at >= 0)
+    mask = (columns < inner)[None, :] & (tl.arange(0, BLOCK) >= 0)[:, None]
     bits = load_bits(x_ptr, at, mask, KIND)
     largest = tl.max(bits & 0x7FFFFFFF, 0)
     if SQUARE:
         largest = tl.max(tl.reshape(largest, (C // BLOCK, BLOCK)), 1)
         byte = scale_byte(largest, FORMAT)
-        squares = tl.program_id(1) * (C // BLOCK) + tl.arange(0, C // BLOCK)
+        squares = column * (C // BLOCK) + tl.arange(0, C // BLOCK)
         tl.store(scales_ptr + group * (inner // BLOCK) + squares, byte.to(tl.uint8), mask=squares * BLOCK < inner)
         byte = tl.reshape(byte[:, None] + tl.zeros((C // BLOCK, BLOCK), tl.int32), (C,))
     else:
@@ -277,10 +279,11 @@ def _quantize(
             source, codes, scales, groups, key, B=size, num_warps=4, **options
         )
     else:
-        columns = min(size, triton.next_power_of_2(inner))
-        columns = max(columns, 32)
-        grid = (groups // inner, triton.cdiv(inner, columns))
-        other_axis_kernel[grid](source, codes, scales, inner, key, SQUARE=square, C=columns, num_warps=4, **options)
+        columns = max(min(size, triton.next_power_of_2(inner)), 32)
+        # One warp to a tile: a block's largest magnitude is then found without waiting for another.
+        warps = 4 if seed is not None else 1
+        grid = (groups // inner * triton.cdiv(inner, columns),)
+        other_axis_kernel[grid](source, codes, scales, inner, key, SQUARE=square, C=columns, num_warps=warps, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,7 +297,6 @@ def dequantize_kernel(
     out_ptr,
     far_ptr,
     ends_ptr,
-    outer,
     high,
     wide,
     codes_o,
@@ -317,31 +319,43 @@ def dequantize_kernel(
 ):
     """out [outer, high, wide] = elements times scales; one scale for BLOCK_R x BLOCK_C elements.
 
+    A tile has four axes, blocks and places within a block of both of its sides: so a scale is loaded once and spread.
     LIMIT: 1 for rows, 2 for columns from the last of `last` ends on to be left alone, 0 for none. far_ptr: int32,
     becomes 1 when a scale that was used has no exact bfloat16 products.
     """
+    R: tl.constexpr = ROWS // BLOCK_R
+    C: tl.constexpr = COLUMNS // BLOCK_C
+    # Columns of tiles follow each other, then rows of tiles, then matrices.
+    across = tl.cdiv(wide, COLUMNS)
+    down = tl.cdiv(high, ROWS)
+    tile = tl.program_id(0)
+    column = tile % across
+    row = tile // across % down
+    block = (tile // across // down).to(tl.int64)
     if LIMIT == 1:
         high = tl.minimum(tl.maximum(tl.load(ends_ptr + last), 0), high)
     if LIMIT == 2:
-        wide = tl.minimum(tl.maximum(tl.load(ends_ptr + last), 0), wide)
-    block = tl.program_id(2).to(tl.int64)
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (rows < high)[:, None] & (columns < wide)[None, :]
-    at = codes_ptr + block * codes_o + rows[:, None] * codes_r + columns[None, :] * codes_c
-    values = decode(tl.load(at, mask=mask, other=0), FORMAT, NATIVE, DTYPE)
-    # Loading a scale for each of its elements is a load from the first-level cache, and no shuffle.
-    at = (
-        scales_ptr + block * scales_o + (rows // BLOCK_R)[:, None] * scales_r + (columns // BLOCK_C)[None, :] * scales_c
-    )
-    scales = tl.load(at, mask=mask, other=127)
-    far = tl.max(tl.max(is_far(scales), 1), 0)
-    out = values * near_scale(scales, DTYPE)
-    if DTYPE == tl.float32:
-        out = (out.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)  # exact: 4 bits or 3
-    tl.store(out_ptr + block * out_o + rows[:, None] * out_r + columns[None, :], out, mask=mask)
-    if far != 0:
-        tl.atomic_max(far_ptr, 1)
+        # In whole blocks, so that the compiler sees it: it would load bytes one by one under a mask of any length.
+        wide = tl.minimum(tl.maximum(tl.load(ends_ptr + last), 0), wide) // BLOCK_C * BLOCK_C
+    if (row * ROWS < high) & (column * COLUMNS < wide):
+        row_blocks = row * R + tl.arange(0, R)
+        column_blocks = column * C + tl.arange(0, C)
+        rows = (row_blocks * BLOCK_R)[:, None, None, None] + tl.arange(0, BLOCK_R)[None, :, None, None]
+        columns = (column_blocks * BLOCK_C)[None, None, :, None] + tl.arange(0, BLOCK_C)[None, None, None, :]
+        mask = (rows < high) & (columns < wide)
+        long = rows.to(tl.int64)
+        at = codes_ptr + block * codes_o + long * codes_r + columns.to(tl.int64) * codes_c
+        codes = tl.load(at, mask=mask, other=0)
+        used = (row_blocks * BLOCK_R < high)[:, None] & (column_blocks * BLOCK_C < wide)[None, :]
+        at = scales_ptr + block * scales_o + row_blocks.to(tl.int64)[:, None] * scales_r
+        scales = tl.load(at + column_blocks.to(tl.int64)[None, :] * scales_c, mask=used, other=127)
+        out = decode(codes, FORMAT, NATIVE, DTYPE) * near_scale(scales, DTYPE)[:, None, :, None]
+        if DTYPE == tl.float32:
+            # Exact: 4 bits or 3.
+            out = (out.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(out_ptr + block * out_o + long * out_r + columns, out, mask=mask)
+        # All who find one write the same.
+        tl.store(far_ptr + tl.zeros((R, C), tl.int32), tl.full((R, C), 1, tl.int32), mask=is_far(scales) != 0)
 
 
 @triton.jit
@@ -379,15 +393,17 @@ def dequantize(
         raise ValueError(f"scales {tuple(scales.shape)} are not one for 32 of elements {tuple(elements.shape)}")
     device = device_for(codes.device)
     whole = torch.empty((outer, high, -(-wide // 8) * 8), dtype=torch.bfloat16, device=codes.device)
-    rows, columns = (64, 128)
+    # The quickest of twenty on an H200, by shape of block.
+    size, widest, warps = (4096, 2048, 4) if sides[0] == 1 else (8192, 256, 8)
+    columns = min(widest, max(32, triton.next_power_of_2(wide)))
+    rows = max(size // columns, sides[0])
     if codes.numel():
-        dequantize_kernel[(triton.cdiv(high, rows), triton.cdiv(wide, columns), outer)](
+        dequantize_kernel[(triton.cdiv(high, rows) * triton.cdiv(wide, columns) * outer,)](
             codes,
             plane,
             whole,
             far,
             far if ends is None else ends,
-            outer,
             high,
             wide,
             *codes.stride(),
@@ -403,7 +419,7 @@ def dequantize(
             NATIVE=bool(device.native),
             DTYPE=tl.float32 if device.interpreted else tl.bfloat16,
             LIMIT=0 if ends is None or limit is None else limit + 1,
-            num_warps=8,
+            num_warps=warps,
         )
     values = whole[:, :, :wide]
     return values[0] if elements.ndim == 2 else values

@@ -40,11 +40,15 @@ SHAPES = (
     Shape("671b down", 7168, 2048, (2048,) * 32),
 )
 TILES = {
-    "dequant": tuple(
-        Tile(rows, columns, length, 8, warps, stages)
-        for (rows, columns), (length, warps, stages) in itertools.product(
-            ((128, 128), (128, 256), (256, 128), (64, 256)), ((32, 8, 4), (64, 8, 3), (64, 4, 3), (128, 8, 2))
-        )
+    "dequant": (
+        Tile(64, 128, 64, 8, 4, 3, programs=3, registers=168),
+        Tile(128, 128, 64, 8, 8, 3, programs=2, registers=128),
+        *(
+            Tile(rows, columns, length, 8, warps, stages)
+            for (rows, columns), (length, warps, stages) in itertools.product(
+                ((128, 128), (128, 256), (256, 128), (64, 256)), ((32, 8, 4), (64, 8, 3), (64, 4, 3), (128, 8, 2))
+            )
+        ),
     ),
     "blocks": tuple(
         Tile(rows, columns, 32, 8, warps, stages)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import difflib
 import fnmatch
 import importlib.util
@@ -1259,8 +1260,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _keep_memory() -> None:
+    """Have glibc keep what is freed: a fresh page costs more than what is computed into it."""
+    trim, mmap, most = -1, -3, (1 << 31) - 1
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap, most)
+        libc.mallopt(trim, most)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mxgate` command; returns the exit code."""
+    _keep_memory()
     alone = threading.current_thread() is threading.main_thread()
     # A polite kill ends like Ctrl-C: with no child left behind.
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)) if alone else None

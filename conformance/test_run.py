@@ -715,4 +715,4 @@ def test_bench_oracle_holds_ratios_to_targets(
     got, out, _ = say("bench-oracle")
     assert got == code and word in out
     if ratio == ratio:
-        assert len(json.loads(say("bench-oracle", "--json")[1])["rows"]) == 2
+        assert len(json.loads(say("bench-oracle", "--json")[1])["rows"]) == 3

@@ -292,24 +292,9 @@ def cmd_run(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         STATE.mkdir(exist_ok=True)
         (STATE / "last-run").write_text(str(out.resolve()))
-    with _emulating(args.device):
-        with text.Watch("cases") as step:
-            report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
-        return _finish(report, out, args.json, args.device, args.html)
-
-
-@contextlib.contextmanager
-def _emulating(device: str | None) -> Iterator[None]:
-    """With --device emu children emulate even where there is the GPU."""
-    before = os.environ.get(EMULATE)
-    if device == "emu":
-        os.environ[EMULATE] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(EMULATE, None)
-        if before is not None:
-            os.environ[EMULATE] = before
+    with text.Watch("cases") as step:
+        report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
+    return _finish(report, out, args.json, args.device, args.html)
 
 
 def _folder(out: Path) -> Path:
@@ -924,11 +909,6 @@ def cmd_fixtures(args: argparse.Namespace) -> int:
 
 
 def cmd_explain(args: argparse.Namespace) -> int:
-    with _emulating(args.device):
-        return _explain(args)
-
-
-def _explain(args: argparse.Namespace) -> int:
     build, case, tier, others = _failure(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.explain import explain
@@ -964,11 +944,6 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def cmd_minimize(args: argparse.Namespace) -> int:
-    with _emulating(args.device):
-        return _minimize(args)
-
-
-def _minimize(args: argparse.Namespace) -> int:
     build, case, tier, _ = _failure(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.minimize import NotFailingError, minimize
@@ -1267,6 +1242,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextlib.contextmanager
+def _emulating(device: str | None) -> Iterator[None]:
+    """With --device emu children emulate even where there is the GPU."""
+    before = os.environ.get(EMULATE)
+    if device == "emu":
+        os.environ[EMULATE] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(EMULATE, None)
+        if before is not None:
+            os.environ[EMULATE] = before
+
+
 def _keep_memory() -> None:
     """Have glibc keep what is freed: a fresh page costs more than what is computed into it."""
     trim, mmap, most = -1, -3, (1 << 31) - 1
@@ -1291,7 +1280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         resumes = args.command == "run"
         if args.command != "bench-oracle":  # which does so itself, half way
             _keep_memory()
-        code = int(args.function(args))
+        with _emulating(getattr(args, "device", None)):
+            code = int(args.function(args))
         sys.stdout.flush()
         return code
     except (UsageError, BuildError) as error:

@@ -1,9 +1,11 @@
-"""Evidence without children: a build called in this process, for tests of the gates and of the explanations."""
+"""What tests share: evidence without children (a build called in this process, for tests of the gates and of the
+explanations), and the command as a user types it."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -11,12 +13,14 @@ import numpy as np
 import pytest
 
 from mxgate.conformance import data, gates
+from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, digest
 from mxgate.kernels.build import Build
 
 Kernel = Callable[..., Any]
 Collect = Callable[[Build, Case, Kernel], Evidence]
+Say = Callable[..., tuple[int, str, str]]
 
 
 def launch(build: Build, case: Case, spec: LaunchSpec, kernel: Kernel) -> Launch:
@@ -59,3 +63,17 @@ def collect(build: Build, case: Case, kernel: Kernel) -> Evidence:
 @pytest.fixture
 def evidence() -> Collect:
     return collect
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Run the command in an empty folder: (exit code, standard output, standard error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: Any) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(word) for word in words])
+        got = capsys.readouterr()
+        return code, got.out, got.err
+
+    return run

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 from mxgate.conformance import certificate, run
-from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import case_by_id
 from mxgate.conformance.data import operands
 from mxgate.conformance.launch import LaunchSpec
@@ -75,20 +74,6 @@ Say = Callable[..., tuple[int, str, str]]
 def few_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever cases a test names are its whole tier."""
     monkeypatch.setattr(run, "left_out", lambda op, tier, cases: 0)
-
-
-@pytest.fixture
-def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run the command in an empty folder: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: Any) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        got = capsys.readouterr()
-        return code, got.out, got.err
-
-    return run
 
 
 def verdicts(say: Say, *words: Any) -> dict[str, dict[str, Any]]:

@@ -24,7 +24,6 @@ import pytest
 
 from mxgate.conformance import case as case_module
 from mxgate.conformance import certificate, report, run
-from mxgate.conformance.__main__ import main
 from mxgate.conformance.run import Journal, Settings, code_version, from_line, read_results, to_line
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome
 from mxgate.fixtures import CAPTURED
@@ -99,20 +98,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def few_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever cases a test names are its whole tier: an accept stays within reach of a short test."""
     monkeypatch.setattr(run, "left_out", lambda build, tier, cases: 0)
-
-
-@pytest.fixture
-def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Run the command in an empty folder: (exit code, standard output, standard error)."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: Any) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        got = capsys.readouterr()
-        return code, got.out, got.err
-
-    return run
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from mxgate.conformance import certificate, gates, report
 from mxgate.conformance import run as runner
-from mxgate.conformance.__main__ import choose_builds, choose_cases, main
+from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import asked, case_by_id, full_grid
+from mxgate.conformance.commands.choose import choose_builds, choose_cases
 from mxgate.conformance.run import Runner, RunReport, Settings, summarise
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
 from mxgate.kernels import gfx950

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from mxgate.conformance import gates, worker
-from mxgate.conformance.__main__ import UsageError, choose_builds, main
+from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import case_by_id
 from mxgate.conformance.certificate import device_of
+from mxgate.conformance.commands.choose import choose_builds
+from mxgate.conformance.commands.usage import UsageError
 from mxgate.conformance.worker import MARGIN
 from mxgate.kernels import gpu as gpu_module
 from mxgate.kernels.build import registry

@@ -143,7 +143,7 @@ def test_the_workflow_runs_what_there_is() -> None:
     text = (DOCS / "pull-request.yml").read_text()
     assert "pull-request.yml" in GUIDE
     assert "on: pull_request" in text and "pytest -n auto --dist loadgroup --junitxml=" in text
-    from mxgate.conformance.__main__ import _parser
+    from mxgate.conformance.__main__ import parser
 
     (command,) = re.findall(r"run: mxgate (.*)$", text, re.MULTILINE)
-    assert _parser().parse_args(command.split()).command == "run"
+    assert parser().parse_args(command.split()).command == "run"

@@ -1,0 +1,1 @@
+"""The commands of `mxgate`, a file each: options(parser) and command(args) -> exit code."""

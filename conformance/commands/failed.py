@@ -1,0 +1,69 @@
+"""The failure that explain and minimize look at: of an earlier run, or of --build and --case."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+from mxgate.conformance.commands import common
+from mxgate.conformance.commands.choose import DEVICES, case_named, choose_builds
+from mxgate.conformance.commands.saved import last_run, read_plan
+from mxgate.conformance.commands.usage import UsageError
+from mxgate.kernels.build import OPS, Build
+
+
+def options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
+    sub.add_argument("--build", metavar="NAME", help="this build")
+    sub.add_argument("--op", choices=list(OPS), help="what an outside --build computes")
+    sub.add_argument("--device", choices=list(DEVICES), help="as in run: emu for a file of FlyDSL launches")
+    sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
+    common.recorded(sub)
+
+
+def plain_settings(tier: str, args: argparse.Namespace) -> Any:
+    from mxgate.conformance.run import Settings
+    from mxgate.conformance.worker import Limits
+
+    return Settings(tier=tier, jobs=1, limits=Limits(args.time_limit or common.SECONDS[tier], args.memory_limit))
+
+
+def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
+    """(build, case, tier, further failures): what to explain. Sets args.given when it comes from --build and --case."""
+    from mxgate.conformance.run import read_results
+    from mxgate.conformance.verdict import Outcome
+
+    args.given = args.build is not None and args.case is not None
+    folder = args.folder or last_run()
+    if args.given and (folder is None or not (folder / "run.json").exists()):
+        return _named(args)
+    if folder is None:
+        raise UsageError("there is no earlier run here; give --build and --case, or the --out of a run")
+    plan = read_plan(folder)
+    builds = {b.id: b for b in plan["builds"]}
+    results, _ = read_results(folder / "results.jsonl")
+    prints = plan["fingerprints"]  # another build of the name may have left results here before
+    failed = [
+        result
+        for (build, fingerprint, case, stamp), result in results.items()
+        if stamp == plan["stamp"] and prints.get(build) == fingerprint
+        if result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
+        if args.build is None or args.build in (build, builds[build].name, builds[build].target)
+        if args.case is None or fnmatch.fnmatchcase(case, args.case)
+    ]
+    if not failed and args.given:
+        return _named(args)
+    if not failed:
+        chosen = " that --build and --case choose" if args.build or args.case else ""
+        raise UsageError(f"nothing{chosen} was rejected in {folder}; give both --build and --case to look anyway")
+    # Signature cases tell most about what went wrong.
+    failed.sort(key=lambda r: ("/signature" not in r.case, r.case))
+    args.given = False
+    return builds[failed[0].build], case_named(failed[0].case, plan["files"]), plan["tier"], len(failed) - 1
+
+
+def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
+    case = case_named(args.case, args.cases)
+    return choose_builds([args.build], args.op or case.op, args.device)[0], case, "smoke", 0

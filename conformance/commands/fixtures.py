@@ -1,0 +1,66 @@
+"""mxgate fixtures: the tensors in fixtures/, verified, made, listed or exported."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mxgate.conformance.commands.usage import UsageError
+
+
+def options(sub: argparse.ArgumentParser) -> None:
+    actions = ("verify", "generate", "list", "export", "capture")
+    sub.add_argument(
+        "action",
+        choices=actions,
+        metavar="ACTION",
+        help="verify: make every tensor again and compare; generate: write them; list: what there is; "
+        "export: write the golden ones as raw bytes and JSON; "
+        "capture: train the small model again (needs torch), then generate",
+    )
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="where an export goes")
+
+
+def command(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.fixtures import CAPTURED, generate
+    from mxgate.fixtures.store import StoreError
+
+    to = text.console()
+    try:
+        if args.action == "list":
+            held = [(c, True) for c in generate.stored()] + [(c, False) for c in generate.hashed()]
+            size = {c.id: generate.golden_path(c).stat().st_size for c, whole in held if whole}
+            text.table(
+                to,
+                ["case", "bytes", "kept as"],
+                [[c.id, str(size.get(c.id, "-")), "file" if whole else "hashes in the manifest"] for c, whole in held],
+                ["bytes"],
+            )
+            return 0
+        if args.action == "verify":
+            with text.Watch("fixtures") as step:
+                total = len(generate.stored()) + len(generate.hashed())
+                done = iter(range(total + 1))
+                wrong = generate.verify(lambda name: step(next(done), total, name))
+            for line in wrong:
+                text.say(to, line)
+            text.say(to, f"{len(wrong)} differences" if wrong else f"{total} cases are made again bit for bit")
+            return 1 if wrong else 0
+        if args.action == "export":
+            from mxgate.fixtures.export import export
+
+            if args.folder is None:
+                raise UsageError("where to? expected `mxgate fixtures export DIR`")
+            export(args.folder, lambda line: text.say(to, line))
+            return 0
+        if args.action == "capture":
+            from mxgate.fixtures.capture_moe import capture
+
+            capture(CAPTURED, lambda line: text.say(to, line))
+        generate.generate(lambda line: text.say(to, line))
+        return 0
+    except (StoreError, OSError) as error:
+        raise UsageError(str(error)) from None
+    except ImportError as error:
+        raise UsageError(f"`mxgate fixtures {args.action}` needs {error.name}, which is not installed") from None

@@ -1,0 +1,122 @@
+"""mxgate run: builds through the gates, a verdict for each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mxgate.conformance.commands import common
+from mxgate.conformance.commands.choose import DEVICES, choose_builds, choose_cases, gates_named
+from mxgate.conformance.commands.saved import check_html, finish
+from mxgate.conformance.commands.usage import UsageError
+from mxgate.kernels.build import OPS, Build, registry
+
+
+def options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--op", choices=list(OPS), help="only this op (and what an outside --build computes)")
+    sub.add_argument(
+        "--build",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name from `mxgate list builds`, or path/to/file.py:callable (mxgate.toml beside it states its terms); "
+        "may be repeated (default: CPU builds)",
+    )
+    sub.add_argument(
+        "--device",
+        choices=list(DEVICES),
+        help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), for a GPU (cuda), Triton's "
+        "interpreted on the CPU (slow: give cases), or all but these (default: those for the CPU and emulated ones, "
+        "of the production tier the CPU's alone)",
+    )
+    sub.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a case id or a pattern such as 'wgrad/*/signature'; may be repeated",
+    )
+    common.recorded(sub)
+    sub.add_argument(
+        "--gate", action="append", metavar="NAME", help="only this gate; may be repeated (never enough for an accept)"
+    )
+    sub.add_argument(
+        "--tier",
+        choices=common.TIERS,
+        default="smoke",
+        help="how many cases and repeats (default smoke; production: smoke and the large shapes)",
+    )
+    sub.add_argument("--seed", type=common.salt, default=0, metavar="N", help="the same cases with other data")
+    sub.add_argument(
+        "--shard", type=common.shard, default=(1, 1), metavar="I/N", help="only the I-th of N parts of the work"
+    )
+    sub.add_argument(
+        "--out",
+        type=Path,
+        default=common.STATE,
+        metavar="DIR",
+        help="where results go, and where a stopped run resumes (default .mxgate)",
+    )
+    sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
+    common.jobs(sub)
+    common.limits(sub, None)
+    common.as_html(sub)
+    common.as_json(sub)
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    from mxgate.conformance.run import Settings
+    from mxgate.conformance.worker import Limits
+
+    return Settings(
+        tier=args.tier,
+        jobs=args.jobs or common.cores(),
+        shard=args.shard,
+        limits=Limits(args.time_limit or common.SECONDS[args.tier], args.memory_limit),
+        gates=gates_named(args.gate),
+        fresh=args.fresh,
+    )
+
+
+def command(args: argparse.Namespace) -> int:
+    from mxgate.conformance import report as text
+    from mxgate.conformance.case import asked
+    from mxgate.conformance.run import run
+
+    check_html(args.html)
+    settings = _settings(args)
+    # The production cases are hours of an emulator's time, so there it must be asked for.
+    device = args.device or ("cpu" if args.tier == "production" and not args.build else None)
+    builds = choose_builds(args.build, args.op, device)
+    cases = choose_cases(args.case, builds, args.tier, args.seed, args.cases)
+    if args.cases and not args.build:
+        builds = [b for b in builds if any(c.op == b.op for c in cases)]
+    if lost := [b.id for b in builds if not any(c.op == b.op and asked(c, b.id, args.tier) for c in cases)]:
+        if args.build:
+            raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
+        builds = [b for b in builds if b.id not in lost]
+    _try_loading([b for b in builds if b.id not in registry() and not b.name.startswith("fault_")], settings.limits)
+    out = common.writable(args.out)
+    with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
+        common.STATE.mkdir(exist_ok=True)
+        (common.STATE / "last-run").write_text(str(out.resolve()))
+    with text.Watch("cases") as step:
+        report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
+    return finish(report, out, args.json, args.device, args.html)
+
+
+def _try_loading(builds: Sequence[Build], limits: Any) -> None:
+    """Outside builds none of which can even be loaded are bad input. Among others such a build is rejected, for what it
+    does is nobody else's trouble."""
+    from mxgate.conformance.worker import Child, ChildError
+
+    for number, build in enumerate(builds, 1):
+        try:
+            Child(build, limits).close()
+            return
+        except ChildError as error:
+            if number == len(builds):
+                raise UsageError(f"{build.target} cannot be loaded: {error}") from None

@@ -1,0 +1,122 @@
+"""What a run leaves in its folder: run and report write it; report, explain and minimize read it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mxgate.conformance.commands import common
+from mxgate.conformance.commands.usage import UsageError
+from mxgate.kernels.build import Unavailable
+
+
+def finish(report: Any, out: Path, as_json: bool, device: str | None = None, html: Path | None = None) -> int:
+    """Write run.json, junit.xml, the certificates and an HTML report, and print the verdicts; of emulated builds alone
+    also what they take for granted."""
+    from mxgate.conformance import certificate
+    from mxgate.conformance import report as text
+
+    plan = {
+        "stamp": report.settings.stamp,
+        "tier": report.settings.tier,
+        "gates": list(report.settings.gates),
+        "limits": asdict(report.settings.limits),
+        "builds": [asdict(b) for b in report.builds],
+        "fingerprints": {result.build: result.fingerprint for result in report.results},
+        "cases": [c.id for c in report.cases],
+        "files": sorted({str(Path(c.source).resolve()) for c in report.cases if c.source}),
+    }
+    (out / "run.json").write_text(json.dumps(plan, indent=1) + "\n")
+    (out / "junit.xml").write_bytes(text.junit(report))
+    written = certificate.write_all(report, out / "certificates")
+    if as_json:
+        common.print_json(text.document(report, {"out": str(out), "certificates": [str(path) for path in written]}))
+    else:
+        to = text.console()
+        text.print_run(report, to, assumptions=device == "emu")
+        to.print(f"wrote {out}/results.jsonl, junit.xml" + (f", {len(written)} certificates" if written else ""))
+    if html is not None:
+        _write_html(report, html, out)
+    return int(report.exit_code)
+
+
+def check_html(path: Path | None) -> None:
+    """UsageError, before any work, where no HTML report can be written."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {str(path)!r}: its folder does not exist")
+    for name in ("jinja2", "matplotlib"):
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--html needs {name}, which is not installed: pip install 'mxgate[report]'")
+
+
+def _write_html(report: Any, path: Path, out: Path) -> None:
+    from mxgate.conformance import html
+    from mxgate.conformance import report as text
+    from mxgate.kernels.flydsl import budget
+
+    ledgers = {}
+    for build in report.builds:
+        with contextlib.suppress(Unavailable):
+            if build.id in budget.KERNELS_OF:
+                ledgers[build.id] = budget.inspect(build.id)
+    with text.Watch("report") as step:
+        html.write(report, path, ledgers=ledgers, timings=_last_timings(out), watch=step)
+
+
+def _last_timings(out: Path) -> list[dict[str, Any]]:
+    """The records of the last `mxgate time` into a folder: figures of other runs do not compare."""
+    try:
+        lines = (out / "timings.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    records = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a torn line
+            records.append(dict(json.loads(line)))
+    return [record for record in records if record.get("time") == records[-1].get("time")]
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """What run.json says, its builds as records. Raises UsageError."""
+    from mxgate.conformance.verdict import GATES
+    from mxgate.conformance.worker import Limits
+    from mxgate.kernels.build import build_from
+
+    try:
+        plan = json.loads((folder / "run.json").read_bytes())
+        plan["builds"] = [build_from(record) for record in plan["builds"]]
+        plan["limits"] = Limits(**plan["limits"])
+        plan.setdefault("fingerprints", {})
+        plan.setdefault("files", [])
+        sound = (
+            all(isinstance(text, str) for text in (plan["stamp"], *plan["cases"], *plan["files"]))
+            and all(isinstance(limit, int | float) and limit > 0 for limit in asdict(plan["limits"]).values())
+            and plan["tier"] in common.TIERS
+            and bool(plan["gates"])
+            and isinstance(plan["fingerprints"], dict)
+            and set(plan["gates"]) <= set(GATES)
+            and not any(os.sep in build.name for build in plan["builds"])  # a name is part of a file name
+        )
+        if sound:
+            return dict(plan)
+    except OSError:
+        raise UsageError(
+            f"{folder} holds no run: expected run.json and results.jsonl, as `mxgate run` writes"
+        ) from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise UsageError(f"{folder / 'run.json'} is not what `mxgate run` writes; run it again")
+
+
+def last_run() -> Path | None:
+    try:
+        return Path((common.STATE / "last-run").read_text())
+    except OSError:
+        return common.STATE if (common.STATE / "run.json").exists() else None

@@ -52,10 +52,13 @@ def to_odd(s: Array, error: Array) -> Array:
     s is the nearest float64 of s + error. An even s with a nonzero error moves one step towards it.
     """
     bits = np.ascontiguousarray(s, np.float64).view(np.int64)
-    move = (error != 0) & (bits & 1 == 0) & np.isfinite(s)
-    towards = np.where((error > 0) == (s > 0), 1, -1)
-    odd = np.where(move & (s != 0), bits + towards, bits).view(np.float64)
-    return np.where(move & (s == 0), np.sign(error) * 5e-324, odd)
+    special = (s == 0) | ~np.isfinite(s)
+    if special.any():
+        move = (error != 0) & (bits & 1 == 0) & ~special
+        odd = np.where(move, bits + np.where((error > 0) == (s > 0), 1, -1), bits).view(np.float64)
+        return np.where((s == 0) & (error != 0), np.sign(error) * 5e-324, odd)
+    step = (np.sign(error) * np.sign(s)).astype(np.int64)
+    return (bits + step * (1 - (bits & 1))).view(np.float64)
 
 
 def sum_once(terms: Array) -> Array:

@@ -541,15 +541,20 @@ class _Launch:
         """Run a group until it ends, parks at a barrier, or takes both ways of a branch."""
         code, hazards = self.code, self.m.hazards
         while True:
-            p = code.plan(st.pc, st.queues)
-            if not hazards:
-                for op in p.ops:
-                    op(st)
-            else:
-                _run_checked(st, p)
-            p.executions += st.n
-            st.executed += len(p.instructions)
-            st.queues = p.exit
+            if st.plan is None:
+                st.plan, st.part = code.plan(st.pc, st.queues), 0
+                st.careful = hazards and not _surely_known(st, st.plan)
+                st.plan.executions += st.n
+                st.executed += len(st.plan.instructions)
+            p = st.plan
+            for op in (p.checked if st.careful else p.ops)[st.part]:
+                op(st)
+            st.part += 1
+            if st.part < len(p.ops):
+                return "barrier", None
+            if hazards and not st.careful:
+                st.initialised[p.written] = True
+            st.plan, st.queues = None, p.exit
             control = p.control
             if st.executed > self.limit:
                 line = code.kernel.instructions[int(p.instructions[-1])].line
@@ -562,9 +567,6 @@ class _Launch:
             name = control.base
             if name == "s_endpgm":
                 return "ended", None
-            if name == "s_barrier":
-                st.pc = p.following
-                return "barrier", None
             target = code.kernel.labels[control.operands[0].text]
             if name == "s_branch":
                 st.pc = target
@@ -581,15 +583,10 @@ class _Launch:
                 return "ready", other
 
 
-def _run_checked(st: Waves, p: Plan) -> None:
+def _surely_known(st: Waves, p: Plan) -> bool:
+    """Whether no register can be read in a block before it was written, so that nothing needs a look."""
     known = st.initialised
-    if known[p.exposed].all() and ((st.full and not p.changes_exec) or known[p.written].all()):
-        for op in p.ops:
-            op(st)
-        known[p.written] = True
-    else:
-        for op in p.checked:
-            op(st)
+    return bool(known[p.exposed].all() and ((st.full and not p.changes_exec) or known[p.written].all()))
 
 
 def _release(parked: list[Waves], done: Array) -> tuple[list[Waves], list[Waves]]:
@@ -607,6 +604,6 @@ def _release(parked: list[Waves], done: Array) -> tuple[list[Waves], list[Waves]
             still.append(st)
     merged: dict[tuple[Any, ...], Waves] = {}
     for st in freed:
-        key = (st.stream, st.pc, st.queues)
+        key = (st.stream, id(st.plan), st.part, st.careful)
         merged[key] = Waves.merge(merged[key], st) if key in merged else st
     return list(merged.values()), still

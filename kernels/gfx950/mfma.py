@@ -12,7 +12,7 @@ result is still rounded per instruction, from a sum that is exact or checked (se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -52,6 +52,8 @@ FP8, BF8 = FORMATS[0], FORMATS[1]
 
 LEAST = -149  # log2 of the unit of which every float32 is a whole multiple
 TINY = 2.0**-140
+Index = Any  # of waves: a slice, or an array of numbers
+ROOM = 1 << 22  # bytes of decoded operands kept while the waves that share them are multiplied
 CHUNK = 262144  # bytes of decoded operands a product works on at a time: they stay in the second-level cache
 
 
@@ -181,35 +183,40 @@ def bind(lay: Layout, inst: Instruction) -> Step:
 
 # ------------------------------------------------------------------------------------- operands as they were
 class Shelf:
-    """Where a block keeps operands of one shape until its products run: their registers may be reused before that.
+    """Where a block keeps operands of one number of registers until its products run: registers may be reused before.
 
-    words: uint32[waves, slots, runs, 64, words of a run], so that the elements of a run lie together; scales:
-    uint8[waves, slots, 64]. Slots are handed out while the block is planned.
+    A group of waves holds words, uint32[waves, places, registers, 64], and scales, uint8[waves, places, 64]. Operands
+    are numbered while the block is planned, and its products then put those of a side next to one another.
     """
 
-    def __init__(self, runs: int, words: int) -> None:
-        self.runs, self.words_each, self.slots = runs, words, 0
-        self.words = np.empty((0, 0, 0, 0, 0), np.uint32)
-        self.scales = np.empty((0, 0, 0), np.uint8)
+    def __init__(self, registers: int) -> None:
+        self.registers, self.operands = registers, 0
+        self.places: dict[int, int] = {}
 
-    def keep(self, slot: int, source: Source) -> Callable[[Waves], None]:
-        first, q, shift = source.planes[0], self.words_each, np.uint32(8 * source.byte)
+    def place(self, operands: list[int]) -> slice | list[int]:
+        """Give operands their places, if they have none."""
+        return _range([self.places.setdefault(k, len(self.places)) for k in operands])
+
+    def held(self, st: Waves) -> tuple[Array, Array]:
+        """The words and scales of a group of waves."""
+        held = st.shelf.get(self.registers)
+        if held is None or held[0].shape[1] < self.operands:
+            places = (st.n, self.operands)
+            held = np.empty((*places, self.registers, 64), np.uint32), np.empty((*places, 64), np.uint8)
+            st.shelf[self.registers] = held
+        return held
+
+    def keep(self, operand: int, source: Source) -> Callable[[Waves], None]:
+        planes, shift = _range(list(source.planes)), np.uint32(8 * source.byte)
 
         def capture(st: Waves) -> None:
-            if len(self.words) < st.n:
-                self.words = np.empty((st.n, self.slots, self.runs, 64, q), np.uint32)
-                self.scales = np.empty((st.n, self.slots, 64), np.uint8)
-            for k in range(self.runs * q):
-                self.words[: st.n, slot, k // q, :, k % q] = st.r[first + k]
+            words, scales = self.held(st)
+            place = self.places[operand]
+            words[:, place] = st.registers[planes].swapaxes(0, 1)
             if source.scale is not None:
-                self.scales[: st.n, slot] = (source.scale(st) >> shift).astype(np.uint8)
+                scales[:, place] = source.scale(st) >> shift
 
         return capture
-
-
-def shape_of(element: Element, registers: int) -> tuple[int, int]:
-    """(runs, words of a run) of an operand: eight registers of 8-bit elements are two runs of 16, all else is one."""
-    return (2, 4) if element.bits == 8 and registers == 8 else (1, registers)
 
 
 def _sixes(octets: Array) -> Array:
@@ -220,36 +227,36 @@ def _sixes(octets: Array) -> Array:
 
 
 @lru_cache(maxsize=32)
-def _room(shape: tuple[int, ...], side: int) -> tuple[Array, Array]:
-    """Memory for the indices and the elements of an operand: used again, it stays in the cache."""
-    return np.empty(shape, np.intp), np.empty(shape)
+def _room(shape: tuple[int, ...]) -> Array:
+    """Memory for the indices of an operand's elements: used again, it stays in the cache."""
+    return np.empty(shape, np.intp)
 
 
-def decode(words: Array, element: Element, form: Form, side: int) -> Array:
-    """Operands as float64 [waves, operands, rows, k] in true k order; words as a Shelf holds them.
-
-    side: 0 for A, 1 for B. The next call for that side may use the memory again.
-    """
-    waves, n, runs, _, q = words.shape
+def decode(words: Array, element: Element, form: Form, out: Array) -> None:
+    """Operands into float64 [waves, operands, rows, k] in true k order; words as a Shelf holds them."""
+    waves, n, registers, _ = words.shape
     rows, groups = form.rows, 64 // form.rows
-    run: Any = {2: np.complex64, 4: np.complex128}.get(q, f"V{4 * q}")  # a type as wide as a run of words
-    lanes = np.ascontiguousarray(words).view(run).reshape(waves, n, runs, groups, rows)
-    octets = np.ascontiguousarray(lanes.transpose(0, 1, 4, 2, 3)).view(np.uint8)
+    # Eight registers of 8-bit elements are two runs of 16 k, all else is one run.
+    runs = 2 if element.bits == 8 and registers == 8 else 1
+    q = registers // runs
+    lanes = words.reshape(waves, n, runs, q, groups, rows).transpose(0, 1, 5, 2, 4, 3)
+    octets = np.ascontiguousarray(lanes).view(np.uint8)
     if element.bits == 8:
         table = floats.FP8 if element.name == "fp8" else floats.BF8
-        index, y = _room(octets.shape, side)
+        index = _room(octets.shape)
         np.copyto(index, octets)
-        table.take(index, out=y, mode="clip")
-    elif element.bits == 4:
+        table.take(index, out=out.reshape(octets.shape), mode="clip")
+        return
+    if element.bits == 4:
         y = floats.PAIRS4.take(octets).view(np.float64)
     elif element.bits == 6:
-        codes = _sixes(octets.reshape(-1, 4 * q))
+        codes = _sixes(octets)
         y = (floats.FP6 if element.name == "fp6" else floats.BF6).take(codes)
     elif element.name == "bf16":
-        y = (octets.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        y = (octets.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
-        y = octets.view(np.float16).astype(np.float64)
-    return y.reshape(waves, n, rows, form.k)
+        y = octets.view(np.float16)
+    np.copyto(out, y.reshape(out.shape))
 
 
 def apply_scales(y: Array, scales: Array, form: Form) -> None:
@@ -296,7 +303,7 @@ class Batch:
         mine = self.results | self.accumulators if writes else self.results
         return not mine.isdisjoint(registers)
 
-    def close(self, shelves: Mapping[tuple[int, int], Shelf]) -> list[Product]:
+    def close(self, shelves: Mapping[int, Shelf]) -> list[Product]:
         """The batch as products: members grouped by form, format and accumulator, then into rectangles of A x B
         operands."""
         kinds: dict[tuple[object, ...], list[tuple[Matrix, int, int]]] = {}
@@ -323,9 +330,10 @@ class Tile:
         na, nb, n = self.planes.shape
         return na, nb, n // 4, 4, waves, 64 // self.form.rows, self.form.rows
 
-    def load(self, st: Waves, out: Array, lo: int, hi: int) -> None:
-        na, nb, quads, four, w, groups, rows = self._order(hi - lo)
-        values = st.registers[self.flat, lo:hi].view(np.float32).reshape(na, nb, quads, four, w, groups, rows)
+    def load(self, st: Waves, out: Array, waves: Index) -> None:
+        na, nb, quads, four, w, groups, rows = self._order(len(out))
+        planes = st.registers[self.flat if isinstance(waves, slice) else self.flat[:, None], waves]
+        values = planes.view(np.float32).reshape(na, nb, quads, four, w, groups, rows)
         out.reshape(w, na, quads, groups, four, nb, rows)[...] = values.transpose(4, 0, 2, 5, 3, 1, 6)
 
     def release(self, st: Waves) -> None:
@@ -344,7 +352,7 @@ class Rectangle:
     """A run of A operands times some or all of the B operands, into one tile."""
 
     a: slice
-    b: Array | None
+    b: slice | list[int]
     result: Tile
     accumulator: Tile | float
 
@@ -352,39 +360,124 @@ class Rectangle:
 class Grain(NamedTuple):
     """A rectangle's products, wave by wave.
 
-    exact: float64 holds every sum of products exactly, and none is a float32 denormal that needs more care. unit: log2
-    of a number that divides them. dust, bool[waves, K blocks] or None: blocks in which every scale is 2**-127, as of
-    masked tokens. Their products are too small to change anything but the rounding of a tie or the sign of a zero, and
-    `exact` and `unit` leave them out.
+    unit, int64[waves]: log2 of a number that divides them, below LEAST where float64 does not hold every sum of them
+    exactly or one is a float32 denormal that needs more care. dust, bool[waves, K blocks] or None: blocks in which
+    every scale is 2**-127, as of masked tokens. Their products are too small to change anything but the rounding of a
+    tie or the sign of a zero, and `unit` leaves them out.
     """
 
-    exact: Array
     unit: Array
     dust: Array | None
 
-    def of(self, lo: int, hi: int) -> tuple[int | None, Array | None]:
+    def of(self, waves: Index) -> tuple[int | None, Array | None]:
         """Of some waves: their unit, None where sums are not exact; the columns that are dust, None if there are
         none."""
-        dust = None if self.dust is None else self.dust[lo:hi]
-        if not self.exact[lo:hi].all() or (dust is not None and (dust != dust[0]).any()):
+        unit = int(self.unit[waves].min())
+        if unit < LEAST:
             return None, None
-        columns = None if dust is None else np.flatnonzero(np.repeat(dust[0], 32))
-        return int(self.unit[lo:hi].min()), columns if columns is not None and len(columns) else None
+        if self.dust is None:
+            return unit, None
+        dust = self.dust[waves]
+        if len(dust) > 1 and (dust != dust[0]).any():
+            return None, None
+        return unit, np.flatnonzero(np.repeat(dust[0], 32)) if dust[0].any() else None
+
+
+class Side:
+    """One side's operands of a group of waves, of which those that hold the same bytes are decoded once.
+
+    Waves of a workgroup share operands, and so do workgroups of one row or column of tiles. numbers: for each wave,
+    which of the different operands it has; firsts: a wave that has it.
+    """
+
+    def __init__(self, words: Array, scales: Array | None, element: Element, form: Form) -> None:
+        self.words, self.scales, self.element, self.form = words, scales, element, form
+        self.nbytes = words.shape[1] * form.rows * form.k * 8
+        rows = [x.reshape(len(x), -1).view(np.uint64) for x in (words, scales) if x is not None]
+        marks = sum(x.sum(1) * odd for x, odd in zip(rows, (np.uint64(1), np.uint64(0x9E3779B97F4A7C15)), strict=False))
+        _, first, guess = np.unique(marks, return_index=True, return_inverse=True)
+        first = first[guess]
+        for lo in range(0, len(words), 16):  # sums may be equal by chance
+            part = slice(lo, lo + 16)
+            same = np.logical_and.reduce([(x[part] == x[first[part]]).all(1) for x in rows])
+            first[part] = np.where(same, first[part], np.arange(lo, lo + len(same)))
+        firsts, self.numbers = np.unique(first, return_inverse=True)
+        self.firsts = firsts.tolist()
+
+    def decode(self, numbers: list[int]) -> Array:
+        """float64[len(numbers), operands, rows, k], scaled."""
+        waves = _place(np.array([self.firsts[n] for n in numbers]))
+        words, scales = self.words[waves], None if self.scales is None else self.scales[waves]
+        out = np.empty((*words.shape[:2], self.form.rows, self.form.k))
+        step = max(1, CHUNK // self.nbytes)
+        for lo in range(0, len(out), step):
+            part = out[lo : lo + step]
+            decode(words[lo : lo + step], self.element, self.form, part)
+            if scales is not None:
+                apply_scales(part, scales[lo : lo + step], self.form)
+        return out
+
+
+def _place(numbers: Array) -> Index:
+    """Numbers as a slice where they follow one another, or one number again and again: taking them copies nothing."""
+    first, last, n = int(numbers[0]), int(numbers[-1]), len(numbers)
+    if last == first and (n == 1 or bool((numbers == first).all())):
+        return slice(first, first + 1)
+    if last - first == n - 1 and bool((np.diff(numbers) == 1).all()):
+        return slice(first, last + 1)
+    return numbers
+
+
+def _blocks(a: Side, b: Side) -> Iterator[tuple[Array, Array, Array, Array, Array]]:
+    """(waves, A operands, which of them, B operands, which) of all waves, as many at a time as ROOM holds operands of.
+
+    Waves with the same operands come together.
+    """
+    # Waves whose A operands meet the same B operands elsewhere lie near one another.
+    least = np.full(len(a.firsts), len(b.firsts))
+    np.minimum.at(least, a.numbers, b.numbers)
+    order = np.lexsort((b.numbers, a.numbers, least[a.numbers]))
+    start, seen_a, seen_b = 0, dict[int, int](), dict[int, int]()
+    for i, (p, q) in enumerate(zip(a.numbers[order].tolist(), b.numbers[order].tolist(), strict=True)):
+        if (len(seen_a) + (p not in seen_a)) * a.nbytes + (
+            len(seen_b) + (q not in seen_b)
+        ) * b.nbytes > ROOM and seen_a:
+            yield _block(a, b, order[start:i], seen_a, seen_b)
+            start, seen_a, seen_b = i, {}, {}
+        seen_a.setdefault(p, len(seen_a))
+        seen_b.setdefault(q, len(seen_b))
+    yield _block(a, b, order[start:], seen_a, seen_b)
+
+
+def _block(
+    a: Side, b: Side, waves: Array, seen_a: dict[int, int], seen_b: dict[int, int]
+) -> tuple[Array, Array, Array, Array, Array]:
+    numbers_a = np.array([seen_a[p] for p in a.numbers[waves].tolist()])
+    numbers_b = np.array([seen_b[q] for q in b.numbers[waves].tolist()])
+    return waves, a.decode(list(seen_a)), numbers_a, b.decode(list(seen_b)), numbers_b
+
+
+def _parts(numbers: Array, most: int) -> Iterator[slice]:
+    """Runs of at most `most`; one that several share is not mixed with others."""
+    start, n = 0, len(numbers)
+    shared = np.diff(numbers, prepend=-1, append=-1) == 0  # between i - 1 and i
+    for i in range(1, n + 1):
+        if i == n or i - start == most or (not shared[i] and (shared[i - 1] or shared[i + 1])):
+            yield slice(start, i)
+            start = i
 
 
 class Product:
     """Members of one form, format pair and kind of accumulator (registers, or one constant)."""
 
-    def __init__(
-        self, members: list[tuple[Matrix, int, int]], model: str, shelves: Mapping[tuple[int, int], Shelf]
-    ) -> None:
+    def __init__(self, members: list[tuple[Matrix, int, int]], model: str, shelves: Mapping[int, Shelf]) -> None:
         first = members[0][0]
         self.form, self.ea, self.eb = first.form, first.a.element, first.b.element
         self.model = model
         partners: dict[int, dict[int, Matrix]] = {}
         for m, sa, sb in members:
             partners.setdefault(sa, {})[sb] = m
-        self.shelf_a, self.shelf_b = (shelves[shape_of(s.element, len(s.planes))] for s in (first.a, first.b))
+        self.shelf_a, self.shelf_b = (shelves[len(s.planes)] for s in (first.a, first.b))
         groups: dict[frozenset[int], list[int]] = {}
         for sa, row in partners.items():
             groups.setdefault(frozenset(row), []).append(sa)
@@ -403,9 +496,9 @@ class Product:
                 c = first.c
             else:
                 c = Tile(self.form, np.array([[partners[s][o].c for o in order] for s in rows]))
-            part = None if len(order) == len(slots_b) else np.array([slots_b.index(o) for o in order])
+            part = _range([slots_b.index(o) for o in order])
             self.rectangles.append(Rectangle(slice(at, at + len(rows)), part, result, c))
-        self.slots_a, self.slots_b = _range(slots_a), _range(slots_b)
+        self.places_a, self.places_b = self.shelf_a.place(slots_a), self.shelf_b.place(slots_b)
         operand_bytes = (len(slots_a) + len(slots_b)) * self.form.rows * self.form.k * 8
         self.chunk = max(1, CHUNK // operand_bytes)
         self.exact_bits = 53 - (self.form.k - 1).bit_length() - self.ea.span - self.eb.span
@@ -413,47 +506,45 @@ class Product:
     def run(self, st: Waves) -> None:
         """Every wave's product, a few waves at a time. Tiles not yet in `st.tiles` are loaded from their registers."""
         n, form = st.n, self.form
-        words_a, words_b = self.shelf_a.words[:n, self.slots_a], self.shelf_b.words[:n, self.slots_b]
-        scales_a = self.shelf_a.scales[:n, self.slots_a] if form.scaled else None
-        scales_b = self.shelf_b.scales[:n, self.slots_b] if form.scaled else None
-        held = [st.tiles.get(r.result.key) for r in self.rectangles]
-        jobs = []
-        for r, h in zip(self.rectangles, held, strict=True):
-            whole = np.empty((n, *r.result.shape), np.float32) if h is None else h
-            units = np.full(n, LEAST) if h is None else st.units[r.result.key]
-            jobs.append(
-                (
-                    r,
-                    h is not None and (isinstance(r.accumulator, float) or r.accumulator.key == r.result.key),
-                    whole,
-                    units,
-                    self._grain(n, r, scales_a, scales_b),
-                )
+        (words_a, scales_a), (words_b, scales_b) = (
+            (words[:, places], scales[:, places] if form.scaled else None)
+            for (words, scales), places in (
+                (self.shelf_a.held(st), self.places_a),
+                (self.shelf_b.held(st), self.places_b),
             )
+        )
+        jobs = []
+        for r in self.rectangles:
+            held = st.tiles.get(r.result.key)
+            in_place = held is not None and (isinstance(r.accumulator, float) or r.accumulator.key == r.result.key)
+            whole = np.empty((n, *r.result.shape), np.float32) if held is None else held
+            units = np.full(n, LEAST) if held is None else st.units[r.result.key]
+            jobs.append((r, in_place, whole, units, self._grain(n, r, scales_a, scales_b)))
+        sides = Side(words_a, scales_a, self.ea, form), Side(words_b, scales_b, self.eb, form)
         with np.errstate(all="ignore"):
-            for lo in range(0, n, self.chunk):
-                hi = min(lo + self.chunk, n)
-                a, b = decode(words_a[lo:hi], self.ea, form, 0), decode(words_b[lo:hi], self.eb, form, 1)
-                if scales_a is not None and scales_b is not None:
-                    apply_scales(a, scales_a[lo:hi], form)
-                    apply_scales(b, scales_b[lo:hi], form)
-                for r, in_place, whole, units, grain in jobs:
-                    out = whole[lo:hi]
-                    acc: Array | float = out
-                    if isinstance(r.accumulator, float):
-                        acc = r.accumulator
-                    elif not in_place:
-                        acc = np.empty_like(out)
-                        r.accumulator.load(st, acc, lo, hi)
-                    x, y = (z.reshape(hi - lo, -1, form.k) for z in (a[:, r.a], b if r.b is None else b[:, r.b]))
-                    if self.model != "exact-rne":
-                        _groups_of_16(x, y, acc, out)
-                        continue
-                    unit, dust = grain.of(lo, hi)
-                    if unit is not None:
-                        unit = min(unit, int(units[lo:hi].min()) if acc is out else _unit(acc, unit))
-                    units[lo:hi] = LEAST if unit is None else unit
-                    self._rne(x, y, acc, out, unit, dust)
+            for waves, a, numbers_a, b, numbers_b in _blocks(*sides):
+                for part in _parts(numbers_a, self.chunk):
+                    w = _place(waves[part])
+                    xs, ys = a[_place(numbers_a[part])], b[_place(numbers_b[part])]
+                    for r, in_place, whole, units, grain in jobs:
+                        x, y = (z.reshape(len(z), -1, form.k) for z in (xs[:, r.a], ys[:, r.b]))
+                        out = whole[w]
+                        acc: Array | float = out
+                        if isinstance(r.accumulator, float):
+                            acc = r.accumulator
+                        elif not in_place:
+                            acc = np.empty_like(out)
+                            r.accumulator.load(st, acc, w)
+                        if self.model != "exact-rne":
+                            _groups_of_16(x, y, acc, out)
+                        else:
+                            unit, dust = grain.of(w)
+                            if unit is not None:
+                                unit = min(unit, int(units[w].min()) if acc is out else _unit(acc, unit))
+                            units[w] = LEAST if unit is None else unit
+                            self._rne(x, y, acc, out, unit, dust)
+                        if not isinstance(w, slice):
+                            whole[w] = out
         for r, _, whole, units, _ in jobs:
             st.tiles[r.result.key], st.units[r.result.key] = whole, units
 
@@ -468,7 +559,7 @@ class Product:
         """What is known of a rectangle's products from their scales (uint8[waves, operands, 64])."""
         low = self.ea.low + self.eb.low
         if self.exact_bits < 0 or sa is None or sb is None:
-            return Grain(np.full(n, self.exact_bits >= 0 and low >= LEAST), np.full(n, low), None)
+            return Grain(np.full(n, low if self.exact_bits >= 0 else LEAST - 1), None)
         shape = (n, -1, 64 // self.form.rows, self.form.rows)
         a, b = sa[:, r.a].reshape(shape), (sb if r.b is None else sb[:, r.b]).reshape(shape)
         low_a, low_b = a.min(2), b.min(2)
@@ -480,7 +571,7 @@ class Product:
         high_a, high_b = np.maximum(a.max(2), low_a), np.maximum(b.max(2), low_b)
         spread = (high_a - low_a).max((1, 2)).astype(int) + (high_b - low_b).max((1, 2))
         unit = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
-        return Grain((spread <= self.exact_bits) & (unit >= LEAST), unit, dust)
+        return Grain(np.where(spread <= self.exact_bits, unit, LEAST - 1), dust)
 
     def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Array | None) -> None:
         """One rounding of the exact sum.
@@ -513,10 +604,11 @@ class Product:
         flat = np.flatnonzero(unsure)
         if len(flat) and dust is not None:
             # Its true sum, but for the power of two, says which way a tie falls, or zero's sign.
-            rest = np.matmul(x[:, :, dust] * 2.0**127, (y[:, :, dust] * 2.0**127).swapaxes(1, 2)).reshape(-1)[flat]
-            at = s.reshape(-1)
-            plain = small & ((np.abs(at[flat]) >= TINY) | (at[flat] == 0) | (rest == 0))
-            at[flat[plain]] = floats.to_odd(at[flat[plain]], rest[plain])
+            rest = np.matmul(x[:, :, dust] * 2.0**127, (y[:, :, dust] * 2.0**127).swapaxes(1, 2))
+            rest = np.broadcast_to(rest, s.shape).reshape(-1)[flat]
+            sums = s.reshape(-1)[flat]
+            plain = small & ((np.abs(sums) >= TINY) | (sums == 0) | (rest == 0))
+            s.reshape(-1)[flat] = np.where(plain, floats.to_odd(sums, rest), sums)
             flat = flat[~plain]
         if len(flat):
             flat = flat[np.isfinite(s.reshape(-1)[flat])]
@@ -527,7 +619,8 @@ class Product:
         np.copyto(out, s, casting="unsafe")
         if len(flat):
             w, row, column = np.unravel_index(flat, s.shape)
-            out[w, row, column] = self._redo(x[w, row] * y[w, column], c)
+            terms = x[w if len(x) > 1 else 0, row] * y[w if len(y) > 1 else 0, column]
+            out[w, row, column] = self._redo(terms, c)
 
     def _redo(self, terms: Array, c: Array) -> Array:
         """float32[n]: exact sums of terms [n, k] and c [n], rounded once."""
@@ -565,7 +658,7 @@ def _unit(c: Array | float, guess: int) -> int:
 
 def _uncertain(s: Array, bound: Array) -> Array:
     """Whether the float32 nearest to the true value is in doubt, given a float64 sum and a bound on its error."""
-    bound += np.abs(s) * 2.0**-51
+    bound = bound + np.abs(s) * 2.0**-51
     return (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mxgate.kernels.gfx950 import memory, mfma, salu, valu
 from mxgate.kernels.gfx950.hazards import register_name
-from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, Tile, shape_of, wait_states
+from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, Tile, wait_states
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Layout, Step, Waves, allowed
 from mxgate.kernels.gfx950.text import EXEC, SCC, VCC, Instruction, Kernel
 
@@ -73,8 +73,10 @@ class Entry(NamedTuple):
 
 @dataclass
 class Plan:
-    ops: list[Op]
-    checked: list[Op]  # the same with uninitialised-register checks between
+    """A block up to its branch, label or end, in parts with a barrier between."""
+
+    ops: list[list[Op]]
+    checked: list[list[Op]]  # the same with uninitialised-register checks between
     exit: Entry
     control: Instruction | None
     following: int
@@ -99,9 +101,6 @@ class Program:
     def __post_init__(self) -> None:
         lay = Layout(self.kernel)
         self.steps = [bind(lay, i) for i in self.kernel.instructions]
-        starts = {0, *self.kernel.labels.values()}
-        starts |= {i.index + 1 for i in self.kernel.instructions if i.base in CONTROL}
-        self.starts = starts
 
     def plan(self, start: int, entry: Entry) -> Plan:
         got = self.plans.get((start, entry))
@@ -125,11 +124,11 @@ class _Planner:
         self.matrix = [(i, -age) for i, age in entry.matrix]  # (instruction, time of issue)
         self.held = {key: p.tiles[key] for key in entry.tiles}
         self.time = 0
-        self.ops: list[Op] = []
-        self.checked: list[Op] = []
+        self.ops: list[list[Op]] = [[]]
+        self.checked: list[list[Op]] = [[]]
         self.batch: Batch | None = None
         self.slots: dict[tuple[object, ...], int] = {}
-        self.shelves: dict[tuple[int, int], Shelf] = {}
+        self.shelves: dict[int, Shelf] = {}
         self.versions: dict[int, int] = {}
 
     def _hold(self, index: int, by: int) -> None:
@@ -137,11 +136,12 @@ class _Planner:
             self.pending[r] = self.pending.get(r, 0) + by
 
     def emit(self, op: Op) -> None:
-        self.ops.append(op)
-        self.checked.append(op)
+        self.ops[-1].append(op)
+        self.checked[-1].append(op)
 
     def plan(self) -> Plan:
         p, k = self.p, self.p.kernel
+        labels = frozenset(k.labels.values())
         exposed: dict[int, None] = {}
         written: dict[int, None] = {}
         i, control = self.start, None
@@ -155,8 +155,11 @@ class _Planner:
                 self._early(step)
                 self._stale_matrix(step)
                 if step.reads:
-                    self.checked.append(_check(step, k))
-            if inst.base in CONTROL:
+                    self.checked[-1].append(_check(step, k))
+            if inst.base == "s_barrier":
+                self.ops.append([])
+                self.checked.append([])
+            elif inst.base in CONTROL:
                 control = inst
                 if inst.base == "s_endpgm":
                     while self.vm:
@@ -174,10 +177,10 @@ class _Planner:
                 written.setdefault(r)
                 self.versions[r] = i + 1
             if p.hazards and step.writes:
-                self.checked.append(_mark(step))
+                self.checked[-1].append(_mark(step))
             self.time += int(inst.operands[0].value) + 1 if inst.base == "s_nop" and inst.operands else 1
             i += 1
-            if control is not None or i in p.starts or i >= len(p.steps):
+            if control is not None or i in labels or i >= len(p.steps):
                 break
         self._flush()
         matrix = tuple((m, self.time - t) for m, t in self.matrix if self.time - t <= LONGEST) if p.hazards else ()
@@ -305,10 +308,10 @@ class _Planner:
         versions = tuple(self.versions.get(r, 0) for r in (*source.planes, *source.scale_ids))
         key = (source.key, versions)
         if key not in self.slots:
-            shape = shape_of(source.element, len(source.planes))
-            shelf = self.shelves.setdefault(shape, Shelf(*shape))
-            self.slots[key] = shelf.slots
-            shelf.slots += 1
+            n = len(source.planes)
+            shelf = self.shelves.setdefault(n, Shelf(n))
+            self.slots[key] = shelf.operands
+            shelf.operands += 1
             self.emit(shelf.keep(self.slots[key], source))
         return self.slots[key]
 

@@ -39,12 +39,17 @@ class Waves:
         # Matrix results not yet in their registers, and log2 of a unit that all of a wave's are whole multiples of.
         self.tiles: dict[Any, Array] = {}
         self.units: dict[Any, Array] = {}
+        # Operands of products still to come, by their number of registers: words and scales as a Shelf lays them out.
+        self.shelf: dict[int, tuple[Array, Array]] = {}
         self.initialised = np.zeros(SCALAR_BASE + SCALARS, bool)
         self.partial: dict[int, Array] = {}
         self.executed = 0
         self.pc = 0
         self.queues: Any = None
         self.stream = 0
+        # The block under way, the part of it that comes next, and whether that looks at every register it reads.
+        self.plan: Any = None
+        self.part, self.careful = 0, False
         self._bind(registers, scalars)
 
     def _bind(self, registers: Array, scalars: Array) -> None:
@@ -71,6 +76,7 @@ class Waves:
         other.partial = {k: v[index] for k, v in self.partial.items()}
         other.executed, other.pc = self.executed, self.pc
         other.queues, other.stream = self.queues, self.stream
+        other.plan, other.part, other.careful = self.plan, self.part, self.careful
         other._bind(registers, scalars)
         other.exec_changed()
 
@@ -94,6 +100,10 @@ class Waves:
                 its[k] = values[gone]
                 values[holes] = values[tail]
                 mine[k] = values[:keep]
+        # Between blocks nothing on the shelf is still wanted.
+        held, self.shelf, out.shelf = self.shelf if self.plan is not None else {}, {}, {}
+        for k, both in held.items():
+            out.shelf[k], self.shelf[k] = (tuple(x[index] for x in both) for index in (gone, order))
         self._copy_to(self, order, self.registers[:, :keep], self.scalars[:, :keep])
         return out
 
@@ -108,6 +118,10 @@ class Waves:
         out.lg = [_join(p, q) for p, q in zip(a.lg, b.lg, strict=True)]
         out.tiles = {k: np.concatenate([tile, b.tiles[k]]) for k, tile in a.tiles.items()}
         out.units = {k: np.concatenate([units, b.units[k]]) for k, units in a.units.items()}
+        out.shelf = {}
+        for k in a.shelf.keys() & b.shelf.keys() if a.plan is not None else ():
+            places = min(a.shelf[k][0].shape[1], b.shelf[k][0].shape[1])  # either has room for the block's
+            out.shelf[k] = tuple(np.concatenate([x[:, :places], y[:, :places]]) for x, y in zip(a.shelf[k], b.shelf[k]))
         out.initialised = a.initialised & b.initialised
         out.partial = {}
         for k in set(a.partial) | set(b.partial):
@@ -116,6 +130,7 @@ class Waves:
             out.partial[number] = np.concatenate([a.known(number), b.known(number)])
         out.executed = max(a.executed, b.executed)
         out.pc, out.queues, out.stream = a.pc, a.queues, a.stream
+        out.plan, out.part, out.careful = a.plan, a.part, a.careful
         out._bind(np.concatenate([a.registers, b.registers], axis=1), np.concatenate([a.scalars, b.scalars], axis=1))
         out.exec_changed()
         return out

@@ -30,7 +30,7 @@ def execute(lines: list[str], st: Waves, model: str = "exact-rne") -> None:
     kernel = text.Kernel("t", insts, MappingProxyType({}), 128, 128, 100, 0, 0, 0, (), None, 0, 0, MappingProxyType({}))
     program = Program(kernel, False, model)
     plan = program.plan(0, Entry())
-    for op in plan.ops:
+    for op in plan.ops[0]:
         op(st)
     for key in plan.exit.tiles:
         program.tiles[key].release(st)

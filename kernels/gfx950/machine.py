@@ -25,7 +25,7 @@ from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Ke
 
 LIMIT = 50_000_000
 MEMORY = 1 << 29  # bytes of registers, LDS and shadows that a batch may take
-BATCH = 128  # workgroups that run together: enough to share the cost of a step, few enough to fit in memory
+BATCH = 384  # workgroups that run together: they share the cost of a step and of decoding what several of them read
 UNWRITTEN = 0xFF  # LDS before anything wrote it: NaN in every format
 # Told of each access as it is issued: "load" or "store" with device addresses, "lds" with addresses in the workgroup's
 # LDS; the instruction, the waves, addresses [W, 64], the lanes that make the access [W, 64], and a lane's bytes.

@@ -54,7 +54,7 @@ LEAST = -149  # log2 of the unit of which every float32 is a whole multiple
 TINY = 2.0**-140
 Index = Any  # of waves: a slice, or an array of numbers
 ROOM = 1 << 22  # bytes of decoded operands kept while the waves that share them are multiplied
-CHUNK = 262144  # bytes of decoded operands a product works on at a time: they stay in the second-level cache
+CHUNK = 1 << 17  # bytes of products, or of operands to decode, at a time: they stay in the second-level cache
 
 
 class Form(NamedTuple):
@@ -369,10 +369,10 @@ class Grain(NamedTuple):
     unit: Array
     dust: Array | None
 
-    def of(self, waves: Index) -> tuple[int | None, Array | None]:
+    def of(self, waves: Index) -> tuple[int | None, Index | None]:
         """Of some waves: their unit, None where sums are not exact; the columns that are dust, None if there are
         none."""
-        unit = int(self.unit[waves].min())
+        unit = _lowest(self.unit, waves)
         if unit < LEAST:
             return None, None
         if self.dust is None:
@@ -380,33 +380,43 @@ class Grain(NamedTuple):
         dust = self.dust[waves]
         if len(dust) > 1 and (dust != dust[0]).any():
             return None, None
-        return unit, np.flatnonzero(np.repeat(dust[0], 32)) if dust[0].any() else None
+        return unit, _place(np.flatnonzero(np.repeat(dust[0], 32))) if dust[0].any() else None
+
+
+def _lowest(units: Array, waves: Index) -> int:
+    """The least of some waves' units."""
+    if isinstance(waves, slice) and waves.stop - waves.start == 1:
+        return int(units[waves.start])
+    return int(units[waves].min())
 
 
 class Side:
     """One side's operands of a group of waves, of which those that hold the same bytes are decoded once.
 
-    Waves of a workgroup share operands, and so do workgroups of one row or column of tiles. numbers: for each wave,
-    which of the different operands it has; firsts: a wave that has it.
+    Waves of a workgroup share operands, and so do workgroups of one row or column of tiles. numbers[waves]: which of
+    the different operands each has; firsts: a wave that has each.
     """
 
     def __init__(self, words: Array, scales: Array | None, element: Element, form: Form) -> None:
         self.words, self.scales, self.element, self.form = words, scales, element, form
         self.nbytes = words.shape[1] * form.rows * form.k * 8
         rows = [x.reshape(len(x), -1).view(np.uint64) for x in (words, scales) if x is not None]
-        marks = sum(x.sum(1) * odd for x, odd in zip(rows, (np.uint64(1), np.uint64(0x9E3779B97F4A7C15)), strict=False))
+        # One register of each operand tells most of them apart.
+        marks = np.ascontiguousarray(words[:, :, 0]).reshape(len(words), -1).view(np.uint64).sum(1)
+        if scales is not None:
+            marks += rows[1].sum(1) * np.uint64(0x9E3779B97F4A7C15)
         _, first, guess = np.unique(marks, return_index=True, return_inverse=True)
         first = first[guess]
-        for lo in range(0, len(words), 16):  # sums may be equal by chance
-            part = slice(lo, lo + 16)
+        step = max(1, CHUNK // rows[0][0].nbytes)
+        for lo in range(0, len(words), step):  # marks may be equal by chance
+            part = slice(lo, lo + step)
             same = np.logical_and.reduce([(x[part] == x[first[part]]).all(1) for x in rows])
             first[part] = np.where(same, first[part], np.arange(lo, lo + len(same)))
-        firsts, self.numbers = np.unique(first, return_inverse=True)
-        self.firsts = firsts.tolist()
+        self.firsts, self.numbers = np.unique(first, return_inverse=True)
 
-    def decode(self, numbers: list[int]) -> Array:
+    def decode(self, numbers: Array) -> Array:
         """float64[len(numbers), operands, rows, k], scaled."""
-        waves = _place(np.array([self.firsts[n] for n in numbers]))
+        waves = _place(self.firsts[numbers])
         words, scales = self.words[waves], None if self.scales is None else self.scales[waves]
         out = np.empty((*words.shape[:2], self.form.rows, self.form.k))
         step = max(1, CHUNK // self.nbytes)
@@ -437,24 +447,23 @@ def _blocks(a: Side, b: Side) -> Iterator[tuple[Array, Array, Array, Array, Arra
     least = np.full(len(a.firsts), len(b.firsts))
     np.minimum.at(least, a.numbers, b.numbers)
     order = np.lexsort((b.numbers, a.numbers, least[a.numbers]))
-    start, seen_a, seen_b = 0, dict[int, int](), dict[int, int]()
+    if len(a.firsts) * a.nbytes + len(b.firsts) * b.nbytes <= ROOM:
+        yield _block(a, b, order)
+        return
+    start, seen_a, seen_b = 0, set[int](), set[int]()
     for i, (p, q) in enumerate(zip(a.numbers[order].tolist(), b.numbers[order].tolist(), strict=True)):
-        if (len(seen_a) + (p not in seen_a)) * a.nbytes + (
-            len(seen_b) + (q not in seen_b)
-        ) * b.nbytes > ROOM and seen_a:
-            yield _block(a, b, order[start:i], seen_a, seen_b)
-            start, seen_a, seen_b = i, {}, {}
-        seen_a.setdefault(p, len(seen_a))
-        seen_b.setdefault(q, len(seen_b))
-    yield _block(a, b, order[start:], seen_a, seen_b)
+        size = len(seen_a | {p}) * a.nbytes + len(seen_b | {q}) * b.nbytes
+        if size > ROOM and i > start:
+            yield _block(a, b, order[start:i])
+            start, seen_a, seen_b = i, set(), set()
+        seen_a.add(p)
+        seen_b.add(q)
+    yield _block(a, b, order[start:])
 
 
-def _block(
-    a: Side, b: Side, waves: Array, seen_a: dict[int, int], seen_b: dict[int, int]
-) -> tuple[Array, Array, Array, Array, Array]:
-    numbers_a = np.array([seen_a[p] for p in a.numbers[waves].tolist()])
-    numbers_b = np.array([seen_b[q] for q in b.numbers[waves].tolist()])
-    return waves, a.decode(list(seen_a)), numbers_a, b.decode(list(seen_b)), numbers_b
+def _block(a: Side, b: Side, waves: Array) -> tuple[Array, Array, Array, Array, Array]:
+    (seen_a, numbers_a), (seen_b, numbers_b) = (np.unique(x.numbers[waves], return_inverse=True) for x in (a, b))
+    return waves, a.decode(seen_a), numbers_a, b.decode(seen_b), numbers_b
 
 
 def _parts(numbers: Array, most: int) -> Iterator[slice]:
@@ -499,8 +508,7 @@ class Product:
             part = _range([slots_b.index(o) for o in order])
             self.rectangles.append(Rectangle(slice(at, at + len(rows)), part, result, c))
         self.places_a, self.places_b = self.shelf_a.place(slots_a), self.shelf_b.place(slots_b)
-        operand_bytes = (len(slots_a) + len(slots_b)) * self.form.rows * self.form.k * 8
-        self.chunk = max(1, CHUNK // operand_bytes)
+        self.chunk = max(1, CHUNK // (len(slots_a) * len(slots_b) * self.form.rows**2 * 8))
         self.exact_bits = 53 - (self.form.k - 1).bit_length() - self.ea.span - self.eb.span
 
     def run(self, st: Waves) -> None:
@@ -540,7 +548,7 @@ class Product:
                         else:
                             unit, dust = grain.of(w)
                             if unit is not None:
-                                unit = min(unit, int(units[w].min()) if acc is out else _unit(acc, unit))
+                                unit = min(unit, _lowest(units, w) if acc is out else _unit(acc, unit))
                             units[w] = LEAST if unit is None else unit
                             self._rne(x, y, acc, out, unit, dust)
                         if not isinstance(w, slice):
@@ -573,7 +581,7 @@ class Product:
         unit = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
         return Grain(np.where(spread <= self.exact_bits, unit, LEAST - 1), dust)
 
-    def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Array | None) -> None:
+    def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Index | None) -> None:
         """One rounding of the exact sum.
 
         unit: None, or float64 sums of the products are exact, dust (the columns of it) aside, and 2**unit divides them
@@ -584,16 +592,27 @@ class Product:
         product, s, bits, unsure = self._scratch(out.shape)
         np.matmul(x, y.swapaxes(1, 2), out=product)
         np.add(product, acc, out=s)
-        exact = unit is not None
-        small = unit is not None and float(s.max()) < 2.0 ** (unit + 53) and float(s.min()) > -(2.0 ** (unit + 53))
+        bits_left = 53 if dust is None else 52
+        small = unit is not None and -(2.0 ** (unit + bits_left)) < s.min() and s.max() < 2.0 ** (unit + bits_left)
         if small and dust is None:
             np.copyto(out, s, casting="unsafe")
             return
-        if exact:
+        if unit is not None:
             np.bitwise_and(s.view(np.int64), 0x1FFFFFFF, out=bits)
             np.equal(bits, 0x10000000, out=unsure)
             if dust is not None:
-                unsure |= np.abs(s, out=bits.view(np.float64)) < TINY
+                # Its true sum, but for the power of two, says which way a tie falls, or zero's sign.
+                rest = np.matmul(x[:, :, dust] * 2.0**254, y[:, :, dust].swapaxes(1, 2))
+                tiny, zero = np.abs(s, out=bits.view(np.float64)) < TINY, s == 0
+                if small and np.array_equal(tiny, zero):
+                    # Half a unit moves no tie past the next float64, and float64 has room for it.
+                    half = np.multiply(unsure, np.sign(rest) * 2.0 ** (unit - 1), out=bits.view(np.float64))
+                    np.add(s, half, out=s)
+                    if zero.any():
+                        np.copysign(5e-324, rest, out=s, where=zero & (rest != 0))
+                    np.copyto(out, s, casting="unsafe")
+                    return
+                unsure |= tiny
         else:
             # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most
             # |x| |y|.
@@ -603,8 +622,6 @@ class Product:
                 unsure = _uncertain(s, np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2)) * factor)
         flat = np.flatnonzero(unsure)
         if len(flat) and dust is not None:
-            # Its true sum, but for the power of two, says which way a tie falls, or zero's sign.
-            rest = np.matmul(x[:, :, dust] * 2.0**127, (y[:, :, dust] * 2.0**127).swapaxes(1, 2))
             rest = np.broadcast_to(rest, s.shape).reshape(-1)[flat]
             sums = s.reshape(-1)[flat]
             plain = small & ((np.abs(sums) >= TINY) | (sums == 0) | (rest == 0))
@@ -613,7 +630,7 @@ class Product:
         if len(flat):
             flat = flat[np.isfinite(s.reshape(-1)[flat])]
             c = np.full(len(flat), acc) if isinstance(acc, float) else acc.reshape(-1)[flat].astype(np.float64)
-            if exact and dust is None:  # most ties are exact sums, which the cast rounds rightly
+            if unit is not None and dust is None:  # most ties are exact sums, which the cast rounds rightly
                 wrong = floats.two_sum(product.reshape(-1)[flat], c)[1] != 0
                 flat, c = flat[wrong], c[wrong]
         np.copyto(out, s, casting="unsafe")

@@ -103,7 +103,8 @@ class Waves:
         # Between blocks nothing on the shelf is still wanted.
         held, self.shelf, out.shelf = self.shelf if self.plan is not None else {}, {}, {}
         for k, both in held.items():
-            out.shelf[k], self.shelf[k] = (tuple(x[index] for x in both) for index in (gone, order))
+            words, scales = both
+            out.shelf[k], self.shelf[k] = ((words[index], scales[index]) for index in (gone, order))
         self._copy_to(self, order, self.registers[:, :keep], self.scalars[:, :keep])
         return out
 
@@ -121,7 +122,11 @@ class Waves:
         out.shelf = {}
         for k in a.shelf.keys() & b.shelf.keys() if a.plan is not None else ():
             places = min(a.shelf[k][0].shape[1], b.shelf[k][0].shape[1])  # either has room for the block's
-            out.shelf[k] = tuple(np.concatenate([x[:, :places], y[:, :places]]) for x, y in zip(a.shelf[k], b.shelf[k]))
+            (w, s), (x, t) = a.shelf[k], b.shelf[k]
+            out.shelf[k] = (
+                np.concatenate([w[:, :places], x[:, :places]]),
+                np.concatenate([s[:, :places], t[:, :places]]),
+            )
         out.initialised = a.initialised & b.initialised
         out.partial = {}
         for k in set(a.partial) | set(b.partial):

@@ -6,10 +6,10 @@ ASSUMPTIONS: tuple[str, ...] = (
     "matrix arithmetic: exact products and one float32 rounding an instruction (exact-rne), or sums of 16 cut "
     "toward zero (cdna3-like); float32 denormals are kept; a scale byte 0xFF makes NaN",
     "matrix layouts other than fp8 16x16x128: 32x32x64 by the same rule, fp6/bf6/fp4 lanes hold 32 consecutive k "
-    "packed lowest bits first, 16-bit forms hold consecutive k",
+    "packed lowest bits first, 16-bit forms hold consecutive k, float32 ones a k for each lane group",
     "the matrix core ignores EXEC",
     "MFMA wait states are those of LLVM's gfx950 hazard recognizer; an instruction counts one, s_nop N counts N + "
-    "1; 16-bit and fp8 forms of 16 x 16 take 4 passes and of 32 x 32 take 8",
+    "1; 16-bit and fp8 forms of 16 x 16 take 4 passes and of 32 x 32 take 8, float32 ones 8 and 16",
     "vmcnt counts loads, stores and LDS fills together and retires in issue order; lgkmcnt retires LDS operations "
     "in issue order and scalar loads in any",
     "LDS operations of one wave run in order; its LDS fills are not ordered with them",

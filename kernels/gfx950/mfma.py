@@ -47,6 +47,7 @@ FORMATS = {
     4: Element("fp4", 4, 4, -1),
 }
 BF16, F16 = Element("bf16", 16, 400, -133), Element("f16", 16, 41, -24)
+F32 = Element("f32", 32, 400, -149)
 FP8, BF8 = FORMATS[0], FORMATS[1]
 
 
@@ -79,6 +80,8 @@ FORMS: dict[str, Form] = {
         for r, k in ((16, 32), (32, 16), (16, 16), (32, 8))
         for suffix, e in (("f16", F16), ("bf16" if k * r == 512 else "bf16_1k", BF16))
     },
+    "v_mfma_f32_16x16x4_f32": Form(16, 4, F32, F32, False, 8),
+    "v_mfma_f32_32x32x2_f32": Form(32, 2, F32, F32, False, 16),
     **{
         f"v_mfma_f32_{r}x{r}x{k}_{x}_{y}": Form(
             r, k, {"fp8": FP8, "bf8": BF8}[x], {"fp8": FP8, "bf8": BF8}[y], False, 4 if r == 16 else 8
@@ -88,15 +91,6 @@ FORMS: dict[str, Form] = {
         for y in ("fp8", "bf8")
     },
 }
-
-
-def wait_states(passes: int) -> tuple[int, int, int]:
-    """Wait states after an MFMA before (a VALU or memory read or an A/B read, an overlapping but not equal C read, a
-    VALU write).
-
-    LLVM's gfx950 hazard recognizer: 4 passes 8, 6, 7; 8 passes 12, 10, 11; 16 passes 20, 18, 19.
-    """
-    return passes + 4, passes + 2, passes + 3
 
 
 @dataclass(frozen=True)
@@ -121,6 +115,16 @@ class Matrix:
     d: tuple[int, ...]
     c: tuple[int, ...] | float
     passes: int
+
+
+def wait_states(m: Matrix) -> tuple[int, int, int]:
+    """Wait states after an MFMA before (a VALU or memory read or an A/B read, an overlapping but not equal C read, a
+    VALU write).
+
+    LLVM's gfx950 hazard recognizer: 4 passes 8, 6, 7; 8 passes 12, 10, 11; 16 passes 20, 18, 19. Float32 forms, which
+    another unit runs: 8 passes 10, 8, 10; 16 passes 18, 16, 18.
+    """
+    return (m.passes + 2, m.passes, m.passes + 2) if m.a.element is F32 else (m.passes + 4, m.passes + 2, m.passes + 3)
 
 
 def bind(lay: Layout, inst: Instruction) -> Step:
@@ -254,6 +258,8 @@ def decode(words: Array, element: Element, form: Form, out: Array) -> None:
         y = (floats.FP6 if element.name == "fp6" else floats.BF6).take(codes)
     elif element.name == "bf16":
         y = (octets.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif element.name == "f32":
+        y = octets.view(np.float32)
     else:
         y = octets.view(np.float16)
     np.copyto(out, y.reshape(out.shape))

@@ -220,7 +220,7 @@ class _Planner:
         mine = step.matrix
         for m, t in self.matrix:
             other = self.p.steps[m].matrix
-            read, overlap, write = wait_states(other.passes)
+            read, overlap, write = wait_states(other)
             result = set(other.d)
             passed = self.time - t - 1
             need = 0

@@ -140,9 +140,10 @@ MATRIX = "\n".join(f"v_mov_b32_e32 v{k}, 0" for k in range(2, 20)) + "\ns_nop 1\
 FP8 = "v_mfma_scale_f32_16x16x128_f8f6f4 v[20:23], v[2:9], v[10:17], 0, v18, v19"
 FP4 = "v_mfma_scale_f32_16x16x128_f8f6f4 v[20:23], v[2:5], v[10:13], 0, v18, v19 cbsz:4 blgp:4"
 WIDE = "v_mfma_scale_f32_32x32x64_f8f6f4 v[20:35], v[2:9], v[10:17], 0, v18, v19"
+FLOAT32 = "v_mfma_f32_16x16x4_f32 v[20:23], v2, v10, 0"
 
 
-@pytest.mark.parametrize(("matrix", "need"), [(FP8, 12), (FP4, 8), (WIDE, 20)])
+@pytest.mark.parametrize(("matrix", "need"), [(FP8, 12), (FP4, 8), (WIDE, 20), (FLOAT32, 10)])
 def test_matrix_result_read_early(matrix: str, need: int) -> None:
     for states in (0, 1, need - 1, need, need + 3):
         nops = "".join(f"s_nop {min(states - k, 16) - 1}\n" for k in range(0, states, 16))

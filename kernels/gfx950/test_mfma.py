@@ -234,6 +234,24 @@ def test_sixteen_bit_forms(name: str, k: int, registers: int) -> None:
         assert got[i, j] == np.float32(rne(want, "f"))
 
 
+@pytest.mark.parametrize(("name", "k"), [("16x16x4_f32", 4), ("32x32x2_f32", 2)])
+def test_float32_forms(name: str, k: int) -> None:
+    """One element a lane: lane group g holds k = g."""
+    rng = np.random.default_rng(k)
+    rows = int(name[:2])
+    x = np.ldexp(rng.standard_normal((2, rows, k)), rng.integers(-30, 30, (2, rows, k))).astype(np.float32)
+    st = fresh()
+    for side in (0, 1):
+        st.registers[side, 0] = x[side].T.reshape(-1).view(np.uint32)
+    n = rows * rows // 64
+    execute([f"v_mfma_f32_{name} v[32:{31 + n}], v0, v1, 1.0"], st)
+    got = result(st, rows, 32)
+    for i in range(rows):
+        for j in range(rows):
+            products = (Fraction(float(p)) * Fraction(float(q)) for p, q in zip(x[0, i], x[1, j], strict=True))
+            assert got[i, j] == np.float32(rne(sum(products, Fraction(1)), "f"))
+
+
 def test_nan_scale_nan_code_and_infinity() -> None:
     st = fresh()
     st.registers[0:16, 0] = 0x38383838

@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mxgate.fixtures import CAPTURED, store
-from mxgate.kernels.build import OPS, registry
+from mxgate.kernels.build import OPS, Build, registry
+from mxgate.kernels.gpu import is_gpu
 
 # Families on which every legitimate kernel gives the same bits.
 EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal")
@@ -118,8 +119,16 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
 # Tokens by which the buffer is longer, where it is not 96.
 _SLACK = MappingProxyType({"uniform": 0, "one-takes-all": 320, "aligned256": 256})
 
-# Of "16b" the sizes ramp to 1.5 times the mean, which is so many scale blocks: 195,840 tokens together, or 8,192.
-_16B = (1408, 2048, {"ramp1.5": 765, "8192": 32})
+# Expert layers of real models, N and K by name, and their routings: experts, and the mean in scale blocks, from half of
+# which sizes ramp to 1.5 times it (one expert has the mean). 195,840 tokens together, or 8,192; 258,304, of which 8,072
+# are the mean, or 8,096.
+_LAYERS: Mapping[str, tuple[int, int, Mapping[str, tuple[int, float]]]] = MappingProxyType(
+    {
+        "16b": (1408, 2048, {"ramp1.5": (8, 765), "8192": (8, 32)}),
+        "671b-up": (4096, 7168, {"ramp1.5": (32, 252.26), "single": (1, 253)}),
+        "671b-down": (7168, 2048, {"single": (1, 253)}),
+    }
+)
 
 
 def _sizes(shape: str) -> tuple[int, ...]:
@@ -143,9 +152,10 @@ def _case(
         ends = layer[f"{shape}.offsets"].tolist()
         sizes, buffer = tuple(np.diff(ends, prepend=0).tolist()), layer[f"{shape}.x"].shape[0]
         return Case(op, shape, routing, family, n, k, sizes, buffer, (a, b), out_dtype)
-    if shape == "16b":
-        n, k, means = _16B
-        sizes = tuple(32 * round(means[routing] * (0.5 + i / 7)) for i in range(8))
+    if shape in _LAYERS:
+        n, k, routings = _LAYERS[shape]
+        many, mean = routings[routing]
+        sizes = tuple(32 * round(mean * (0.5 + (i / (many - 1) if many > 1 else 0.5))) for i in range(many))
     else:
         n, k = _sizes(shape)
         sizes = ROUTINGS[routing][0 if op == "wgrad" else 1]
@@ -257,9 +267,17 @@ _FULL_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
 # No signature cases: with scales spread that far the exact elements that a Freivalds check needs take minutes.
 _PRODUCTION: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {
-        "forward": (("16b", "ramp1.5", "exact-sum"),),
-        "dgrad": (("16b", "ramp1.5", "exact-sum"),),
-        "wgrad": (("16b", "ramp1.5", "exact-sum"), ("16b", "ramp1.5", "normal")),
+        **dict.fromkeys(
+            ("forward", "dgrad"),
+            (("16b", "ramp1.5", "exact-sum"), ("671b-up", "single", "exact-sum"), ("671b-down", "single", "exact-sum")),
+        ),
+        "wgrad": (
+            ("16b", "ramp1.5", "exact-sum"),
+            ("16b", "ramp1.5", "normal"),
+            ("671b-up", "single", "exact-sum"),
+            ("671b-up", "single", "normal"),
+            ("671b-down", "single", "exact-sum"),
+        ),
         "quantize": (("4096x7168", "axis1", "normal"), ("4096x7168", "axis0", "normal")),
     }
 )
@@ -306,6 +324,14 @@ _RUNGS = ("wgrad/flydsl_simplest", "wgrad/flydsl_plain", "wgrad/flydsl")
 _FULL_GRID_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"smoke": _RUNGS[-1:], "full": _RUNGS, "production": _RUNGS[-1:]}
 )
+# A whole layer of the 671B model, ten minutes a launch on a CPU: the production tier asks it of builds for a GPU alone.
+_WHOLE: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
+    {
+        "forward": (("671b-up", "ramp1.5", "exact-sum"),),
+        "dgrad": (("671b-up", "ramp1.5", "exact-sum"),),
+        "wgrad": (("671b-up", "ramp1.5", "exact-sum"), ("671b-up", "ramp1.5", "normal")),
+    }
+)
 
 
 def _rows(op: str, tier: str) -> tuple[_Row, ...]:
@@ -328,22 +354,29 @@ def cases(op: str | None = None, tier: str = "smoke") -> tuple[Case, ...]:
         raise ValueError(f"no op named {op!r}; expected one of {', '.join(OPS)}")
     found: dict[str, Case] = {}
     for shape, *rest in _rows(op, tier):
-        if op == "dgrad" and shape[0].isdigit() and shape != "16b":
+        if op == "dgrad" and shape[0].isdigit() and shape not in _LAYERS:
             shape = "x".join(reversed(shape.split("x")))
         case = _case(op, shape, *rest)
         found.setdefault(case.id, case)
     return tuple(found.values())
 
 
-def full_grid(builds: Iterable[str], tier: str) -> tuple[Case, ...]:
-    """The case that a tier has for some builds alone, if one of `builds` (ids) is among them."""
-    return (_case("wgrad", *FULL_GRID),) if set(builds) & set(_FULL_GRID_OF[tier]) else ()
+def own_cases(builds: Iterable[Build], tier: str) -> tuple[Case, ...]:
+    """The cases that a tier has for some builds alone, those of `builds`: the full grid, and a whole 671B layer."""
+    chosen = list(builds)
+    rows = [("wgrad", FULL_GRID)] if any(b.id in _FULL_GRID_OF[tier] for b in chosen) else []
+    if tier == "production":
+        rows += [(b.op, row) for b in chosen if is_gpu(b.device) for row in _WHOLE.get(b.op, ())]
+    return tuple(_case(op, *row) for op, row in dict.fromkeys(rows))
 
 
-def asked(case: Case, build: str, tier: str) -> bool:
-    """Whether a tier asks a case of a build (an id) of the case's op. One from outside is asked what its user chose."""
-    few = (case.shape, case.routing) == FULL_GRID[:2]
-    return not few or build in _FULL_GRID_OF[tier] or build not in registry()
+def asked(case: Case, build: Build, tier: str) -> bool:
+    """Whether a tier asks a case of a build of the case's op. One from outside is asked what its user chose."""
+    named = (case.shape, case.routing)
+    grid, whole = named == FULL_GRID[:2], any(named == row[:2] for row in _WHOLE.get(case.op, ()))
+    if not (grid or whole) or build.id not in registry():
+        return True
+    return build.id in _FULL_GRID_OF[tier] if grid else is_gpu(build.device)
 
 
 def salted(case: Case, salt: int) -> Case:
@@ -356,7 +389,9 @@ def case_by_id(id: str) -> Case:
     name, at, salt = id.partition("@")
     if at and not (salt.isdigit() and salt.isascii()):
         raise ValueError(f"case {id!r}: the salt {salt!r} is not a number; expected such as {name}@7")
-    known = {case.id: case for tier in TIERS for case in (*cases(None, tier), *full_grid(_RUNGS, tier))}
+    whole = [_case(op, *row) for op, rows in _WHOLE.items() for row in rows]
+    listed = (*(case for tier in TIERS for case in cases(None, tier)), _case("wgrad", *FULL_GRID), *whole)
+    known = {case.id: case for case in listed}
     if name not in known:
         near = difflib.get_close_matches(name, known, 1, 0.0)
         raise ValueError(f"no case named {name!r}; expected one that `mxgate list cases` prints, such as {near[0]}")

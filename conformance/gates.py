@@ -15,6 +15,8 @@ not show in the repeats; code that recognises the cases.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -51,6 +53,13 @@ _MANY = (("ramp1.5", "normal"), ("shift32", "signature"), ("empties", "signature
 _CONTROL = ("64x96", "96x64")
 # Of a device, the models of its matrix core beside the usual one.
 MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"gfx950": ("cdna3-like",)})
+# A case too large for an exact answer is judged on every core and in a GiB for each: one such case at a time.
+_ONE_LARGE = threading.Lock()
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -518,16 +527,18 @@ def _freivalds(gate: str, e: Evidence, base: Launch, accumulator: str) -> Findin
     elements computed exactly. On exact-sum data a row with a wrong element is missed once in 2^32 cases."""
     given = e.operands
     assert given.a is not None and given.b is not None and given.offsets is not None
-    result = freivalds(
-        e.case.op,
-        given.a,
-        given.b,
-        given.offsets,
-        base.output[0],
-        accumulator=accumulator,
-        seed=e.case.seed ^ (1 << 63),  # not the data's
-        exact=e.case.family == "exact-sum",
-    )
+    with _ONE_LARGE:
+        result = freivalds(
+            e.case.op,
+            given.a,
+            given.b,
+            given.offsets,
+            base.output[0],
+            accumulator=accumulator,
+            seed=e.case.seed ^ (1 << 63),  # not the data's
+            exact=e.case.family == "exact-sum",
+            threads=cores(),
+        )
     if result.ok:
         return None
     lines = tuple(result.detail.splitlines())

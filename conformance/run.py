@@ -298,7 +298,8 @@ class Runner:
         """
         began = time.monotonic()
         fingerprint = self.fingerprint(build)
-        compared = build.replaces is not None and case_module.asked(case, build.replaces, self.settings.tier)
+        older = None if build.replaces is None else registry().get(build.replaces)
+        compared = build.replaces is not None and (older is None or _asked(older, case, self.settings.tier))
 
         def result(
             outcomes: Mapping[str, Outcome], findings: tuple[Finding, ...], skip: str | None = None
@@ -602,11 +603,11 @@ def _passed_recorded(cases: Sequence[Case], verdict: Verdict) -> bool:
 def left_out(build: Build, tier: str, cases: Sequence[Case]) -> int:
     """How many of the tier's cases of a build are not among `cases`, whatever their salt."""
     have = {replace(c, salt=0) for c in cases}
-    return sum(c not in have for c in (*case_module.cases(build.op, tier), *case_module.full_grid([build.id], tier)))
+    return sum(c not in have for c in (*case_module.cases(build.op, tier), *case_module.own_cases([build], tier)))
 
 
 def _asked(build: Build, case: Case, tier: str) -> bool:
-    return build.op == case.op and case_module.asked(case, build.id, tier)
+    return build.op == case.op and case_module.asked(case, build, tier)
 
 
 def order(cases: Iterable[Case]) -> list[Case]:

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from mxgate.conformance import data
-from mxgate.conformance.case import EXACT, ROUTINGS, Case, case_by_id, cases, salted
+from mxgate.conformance.case import EXACT, ROUTINGS, Case, asked, case_by_id, cases, own_cases, salted
 from mxgate.conformance.data import BUDGET, frame, signature
 from mxgate.conformance.launch import digest
 from mxgate.conformance.poison import COPIED, POISONS, STALE
-from mxgate.kernels.build import OPS
+from mxgate.kernels.build import OPS, registry
 from mxgate.oracle import FORMATS, Answer
 from mxgate.oracle.bound import round_to
 from mxgate.oracle.formats import decode, scale_value
@@ -86,6 +86,23 @@ def test_production_is_the_published_shape() -> None:
     assert (case.n, case.k, case.experts, case.tokens) == (1408, 2048, 8, 195_840)
     assert max(case.sizes) == pytest.approx(1.5 * 195_840 / 8, rel=0.001)
     assert case.n * case.k * case.tokens > data.LARGE
+
+
+def test_production_has_the_671b_layer() -> None:
+    """Whole of builds for a GPU, one expert of it (of at least the mean) of everybody's."""
+    for op in GEMMS:
+        whole = case_by_id(f"{op}/671b-up/ramp1.5/exact-sum")
+        assert (whole.n, whole.k, whole.experts, whole.tokens) == (4096, 7168, 32, 258_304)
+        assert max(whole.sizes) == pytest.approx(1.5 * 258_304 / 32, rel=0.002)
+        assert (whole.n, whole.k) == (case_by_id(f"{op}/671b-up/single/exact-sum").n, 7168)
+        on_gpu, on_cpu = registry()[f"{op}/torch_two_pass"], registry()[f"{op}/numpy_reference"]
+        assert whole in own_cases([on_cpu, on_gpu], "production") and not own_cases([on_gpu], "full")
+        assert asked(whole, on_gpu, "production") and not asked(whole, on_cpu, "production")
+        assert not own_cases([on_cpu], "production")
+    for shape in ("671b-up", "671b-down"):
+        for case in (c for c in cases(None, "production") if c.shape == shape):
+            assert case.experts == 1 and case.tokens >= 8072 and data.is_large(case)
+    assert {c.op for c in cases(None, "production") if c.shape == "671b-up"} == set(GEMMS)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rich.console import Console
 from mxgate.conformance import certificate, gates, report
 from mxgate.conformance import run as runner
 from mxgate.conformance.__main__ import main
-from mxgate.conformance.case import asked, case_by_id, full_grid
+from mxgate.conformance.case import asked, case_by_id, own_cases
 from mxgate.conformance.commands.choose import choose_builds, choose_cases
 from mxgate.conformance.run import Runner, RunReport, Settings, summarise
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
@@ -234,11 +234,12 @@ def test_a_build_that_takes_no_model_is_inconclusive_in_the_full_tier(source: Pa
 
 def test_the_full_grid_is_asked_of_the_shipping_rung() -> None:
     """Where no other build runs it in the smoke tier, lineage has nothing to say about it and nobody lacks a case."""
-    (case,) = full_grid(["wgrad/flydsl"], "smoke")
+    (case,) = own_cases([registry()["wgrad/flydsl"]], "smoke")
     blocks = 8 * -(-case.n // 256) * -(-case.k // 256)
     assert (case.tokens, case.experts, blocks) == (8192, 8, 384) and case_by_id(case.id) == case
-    assert [b.id for b in registry().values() if b.op == "wgrad" and asked(case, b.id, "smoke")] == ["wgrad/flydsl"]
-    assert all(asked(case, b.id, "full") for b in EMULATED) and not full_grid(["wgrad/flydsl_plain"], "smoke")
+    assert [b.id for b in registry().values() if b.op == "wgrad" and asked(case, b, "smoke")] == ["wgrad/flydsl"]
+    assert all(asked(case, b, "full") for b in EMULATED)
+    assert not own_cases([registry()["wgrad/flydsl_plain"]], "smoke")
     assert len(gates.plan(registry()["wgrad/flydsl"], case, "smoke")) == 3
     assert {c.id for c in choose_cases([], EMULATED, "smoke", 0)} > {case.id}
 

@@ -507,6 +507,40 @@ def test_large_cases_are_judged_by_random_sums(family: str) -> None:
         assert value.ok
 
 
+def next_row(out: np.ndarray) -> None:
+    """One element of another row: a plausible number in the wrong place."""
+    matrix = out[-1] if out.ndim == 3 else out
+    column = int(np.argmax(np.abs(np.diff(matrix[17:19].astype(np.float32), axis=0))))
+    matrix[17, column] = matrix[18, column]
+
+
+@pytest.mark.usefixtures("small_is_large")
+@pytest.mark.parametrize("family", ["exact-sum", "normal"])
+@pytest.mark.parametrize("op", GEMMS)
+def test_the_faults_of_a_671b_layer_are_rejected(op: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What judges a whole expert layer, on several threads, judges a small one here: one wrong element, one wrong
+    16 x 16 tile, one scale byte. Not caught: an error that the accumulator or the rounding of eight neighbours could
+    make as well (see mxgate.oracle.freivalds)."""
+    monkeypatch.setattr(gates, "cores", lambda: 3)
+    shape = "96x64" if op == "dgrad" else "64x96"
+    case = salted(case_by_id(f"{op}/{shape}/ramp1.5/{family}"), 1)
+    build = registry()[f"{op}/numpy_reference"]
+    right = build.load()
+
+    def doubled(*operands: np.ndarray) -> Any:
+        """One scale byte of the first operand, of the second group's first rows or blocks, one too large."""
+        scales = operands[1].view(np.uint8)
+        scales[(5, 2) if op == "wgrad" else (30, 1)] += 1
+        return right(*operands)
+
+    e = collect(build, case, right)
+    assert e.answer is None and not gates.run_gates(e)[1]
+    gate = "exact" if family == "exact-sum" else "bounded"
+    for wrong in (lie(e, next_row), lie(e, one_tile), collect(build, case, doubled)):
+        assert wrong.launches[0].digest != e.launches[0].digest
+        assert rejecting(wrong) == {gate}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Adding up
 

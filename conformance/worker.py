@@ -57,6 +57,9 @@ CANARY = 0xA5
 MARGIN = 256  # canary bytes kept in front of every operand and output
 GAP = 40  # elements between the rows of a pitched output
 GIB = 1 << 30
+# How often a child may have a case's operands and result in memory before it counts: as they came, in their planes, on
+# the way to a device and back. It matters where those are GiB themselves.
+COPIES = 4
 _TAIL = 4000  # bytes of what a build printed that are kept
 _STEP = 0.02  # seconds between two looks at a busy child's memory
 _CLOSED = 117  # the exit status of a child whose channel was closed under it
@@ -68,7 +71,8 @@ _START = "import sys; sys.path[:] = filter(None, sys.path); from mxgate.conforma
 
 @dataclass(frozen=True)
 class Limits:
-    """seconds: the longest that one launch may take. memory: GiB of resident memory of the child."""
+    """seconds: the longest that one launch may take. memory: GiB of resident memory of the child, besides
+    its case's arrays (COPIES)."""
 
     seconds: float = 60.0
     memory: float = 8.0
@@ -121,6 +125,7 @@ class Child:
         self._closed = False
         self._case, self._number = "", 0
         self._known: set[str] = set()
+        self._given = self._held = 0  # bytes of this case's operands; the most that any case's and its result take
         self._tail = b""
         ours, theirs = socket.socketpair()
         self._socket = ours
@@ -155,6 +160,7 @@ class Child:
         try:
             self._upload(case, spec.variant, operands)
             shape, dtype = _result(case, operands)
+            self._held = max(self._held, self._given + int(np.prod(shape)) * _dtype(dtype).itemsize)
             asked = {
                 "do": "call",
                 "variant": spec.variant,
@@ -225,7 +231,7 @@ class Child:
 
     def _upload(self, case: Case, variant: str, operands: Operands) -> None:
         if case.id != self._case:
-            self._case, self._known = case.id, set()
+            self._case, self._known, self._given = case.id, set(), 0
             self._number += 1
         if variant in self._known:
             return
@@ -243,6 +249,8 @@ class Child:
                 for name, a in arrays.items()
             ],
         }
+        self._given += sum(a.nbytes for a in arrays.values())
+        self._held = max(self._held, self._given)
         reply, _ = self._ask(header, [_bytes(a) for a in arrays.values()], self.limits.seconds)
         if "error" in reply:
             raise ChildError(str(reply["error"]))
@@ -296,7 +304,7 @@ class Child:
                 raise EOFError
             if time.monotonic() > deadline:
                 raise ChildError(f"no answer within {seconds:g} s")
-            if resident(self._process.pid) > self.limits.memory * GIB:
+            if resident(self._process.pid) > self.limits.memory * GIB + COPIES * self._held:
                 raise ChildError(f"exceeded {self.limits.memory:g} GiB")
 
     def _drain(self) -> bool:

@@ -199,6 +199,17 @@ def test_overflow_to_infinity_is_no_error() -> None:
     assert judge("wgrad", a, b, offsets, out, accumulator="fp32-any-order", seed=0).ok
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_threads_change_no_result(exact: bool) -> None:
+    a, b, offsets = data("forward", exact=exact)
+    out = honest("forward", a, b, offsets, np.float32)
+    out[70, 4] += 500
+    out[[3, 100], 9] = np.nan
+    options: dict[str, Any] = {"accumulator": "fp32-any-order", "seed": 3, "exact": exact}
+    one, three = (judge("forward", a, b, offsets, out, threads=n, **options) for n in (1, 3))
+    assert one == three and one.first_bad == (3, 9) and len(one.detail.splitlines()) == 3
+
+
 def test_seeds_decide_and_bad_input_is_told() -> None:
     a, b, offsets = data("wgrad")
     out = honest("wgrad", a, b, offsets)

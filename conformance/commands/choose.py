@@ -97,11 +97,11 @@ def choose_cases(
 ) -> list[Any]:
     """The tier's cases of the builds, or the calls recorded in files; of these those whose id matches one of the
     patterns. Raises UsageError."""
-    from mxgate.conformance.case import cases, full_grid, salted
+    from mxgate.conformance.case import cases, own_cases, salted
 
     tiers = ("smoke", "production") if tier == "production" else (tier,)
     all_ops = list(dict.fromkeys(b.op for b in builds))
-    own = full_grid((b.id for b in builds), tier)
+    own = own_cases(builds, tier)
     listed = list({c.id: c for c in (*(c for t in tiers for op in all_ops for c in cases(op, t)), *own)}.values())
     if files:
         if salt:

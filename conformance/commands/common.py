@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -46,10 +45,6 @@ def salt(text: str) -> int:
     return int(text)
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def jobs(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--jobs", type=COUNT, metavar="N", help="children at work at a time (default: one a core)")
 
@@ -65,7 +60,11 @@ def limits(sub: argparse.ArgumentParser, seconds: float | None = 60.0) -> None:
         + ("(default 60; full 300, production 600)" if seconds is None else "(default 60)"),
     )
     sub.add_argument(
-        "--memory-limit", type=NUMBER, default=8.0, metavar="GIB", help="resident memory of one child (default 8)"
+        "--memory-limit",
+        type=NUMBER,
+        default=8.0,
+        metavar="GIB",
+        help="resident memory of one child, besides its case's arrays (default 8)",
     )
 
 

@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
 
 def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     from mxgate import oracle
-    from mxgate.conformance.case import cases, full_grid
+    from mxgate.conformance.case import cases, own_cases
     from mxgate.conformance.verdict import GATES, MANDATORY
 
     if what == "builds":
@@ -58,7 +58,7 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     if what == "cases":
         return [
             {"case": c.id, "n": c.n, "k": c.k, "tokens": c.tokens, "buffer": c.buffer, "experts": c.experts}
-            for c in (*cases(op, tier), *full_grid([b.id for b in registry().values() if op in (None, b.op)], tier))
+            for c in (*cases(op, tier), *own_cases((b for b in registry().values() if op in (None, b.op)), tier))
         ]
     if what == "gates":
         mandatory = {gate: [name for name in MANDATORY if gate in MANDATORY[name]] for gate in GATES}

@@ -68,12 +68,13 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Any:
+    from mxgate.conformance.gates import cores
     from mxgate.conformance.run import Settings
     from mxgate.conformance.worker import Limits
 
     return Settings(
         tier=args.tier,
-        jobs=args.jobs or common.cores(),
+        jobs=args.jobs or cores(),
         shard=args.shard,
         limits=Limits(args.time_limit or common.SECONDS[args.tier], args.memory_limit),
         gates=gates_named(args.gate),
@@ -94,7 +95,7 @@ def command(args: argparse.Namespace) -> int:
     cases = choose_cases(args.case, builds, args.tier, args.seed, args.cases)
     if args.cases and not args.build:
         builds = [b for b in builds if any(c.op == b.op for c in cases)]
-    if lost := [b.id for b in builds if not any(c.op == b.op and asked(c, b.id, args.tier) for c in cases)]:
+    if lost := [b.id for b in builds if not any(c.op == b.op and asked(c, b, args.tier) for c in cases)]:
         if args.build:
             raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from types import MappingProxyType
 from typing import Any
 
@@ -382,6 +383,14 @@ def asked(case: Case, build: Build, tier: str) -> bool:
 def salted(case: Case, salt: int) -> Case:
     """The same case with other data: salt 0 is the listed one."""
     return replace(case, salt=salt)
+
+
+def rerouted(case: Case) -> Case:
+    """Another problem for the same buffers: other tokens and, but for quantize, other groups with fewer of them."""
+    sizes = [*case.sizes[1:], *case.sizes[:1]]
+    if any(sizes):
+        sizes[sizes.index(max(sizes))] -= gcd(*sizes)
+    return replace(case, sizes=tuple(sizes), salt=case.salt + 1)
 
 
 def case_by_id(id: str) -> Case:

@@ -51,6 +51,15 @@ MANY = (80, 5, 5)
 MANY_WGRAD_ON_GPU = (1000, 5, 5)
 _MANY = (("ramp1.5", "normal"), ("shift32", "signature"), ("empties", "signature"), ("axis1", "normal"))
 _CONTROL = ("64x96", "96x64")
+# Of these cases of the control shape a launch is captured and replayed; the second for builds with long groups alone.
+_CAPTURED = (
+    ("ramp1.5", "exact-sum"),
+    ("aligned256", "signature"),
+    ("ramp1.5", "normal"),
+    ("empties", "signature"),
+    ("axis0", "normal"),
+    ("axis1", "normal"),
+)
 # Of a device, the models of its matrix core beside the usual one.
 MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"gfx950": ("cdna3-like",)})
 # A case too large for an exact answer is judged on every core and in a GiB for each: one such case at a time.
@@ -119,10 +128,15 @@ def _launches(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
     return tuple(specs)
 
 
-def may_speak(gate: str, case: Case, *, lineage: bool = False) -> bool:
+def captures(build: Build) -> bool:
+    """Whether the graph gate is mandatory for a build."""
+    return is_gpu(build.device) and build.capturable
+
+
+def may_speak(gate: str, case: Case, *, lineage: bool = False, captured: bool = False) -> bool:
     """Whether a gate can have anything to say about a case; where not it is SILENT, whatever the build does.
 
-    lineage: of a build that replaces another."""
+    lineage: of a build that replaces another. captured: of one whose launches are captured (captures)."""
     exactly = case.op == "quantize" or case.kind in EXACT
     said = {
         "padding": len(variants(case)) > 1,
@@ -131,6 +145,7 @@ def may_speak(gate: str, case: Case, *, lineage: bool = False) -> bool:
         "empty": case.op != "quantize" and 0 in case.sizes,
         "special": case.kind == "special",
         "lineage": lineage,
+        "graph": captured and case.shape in _CONTROL and (case.routing, case.family) in _CAPTURED,
     }
     return said.get(gate, True)
 
@@ -514,6 +529,31 @@ def lineage(e: Evidence) -> Result:
     return _found("lineage", e, what, base, different(e.case, base, e.ancestor), want)
 
 
+def graph(e: Evidence) -> Result:
+    """A launch that was captured in a graph and is replayed after other tokens and other offsets, or for quantize
+    another array, were written over its operands: the bytes of a plain call on those, and as right as they must be.
+
+    A launch that waits for the host, or that holds on to what it read from the offsets there, cannot do that."""
+    if not may_speak("graph", e.case, captured=captures(e.build)):
+        return SILENT
+    if e.replayed is None:
+        return _unsure("graph", "no launch was captured")
+    other, (again, plain) = e.replayed, e.replayed.launches
+    if again.unavailable or plain.unavailable:
+        return _unsure("graph", str(again.error or plain.error))
+    for launch in (plain, again):
+        if problem := launch.error or mismatch(other.case, launch) or launch.canaries:
+            return Finding("graph", f"launch {launch.label!r}: {problem}", detail={"launch": launch.label})
+    want = [owned(other.case, a) for a in plain.output]
+    what = "replayed with other offsets and tokens, {count} are not those of a plain call"
+    if finding := _found("graph", other, what, again, different(other.case, again, plain), want) or _tail(
+        other, "graph"
+    ):
+        return finding
+    judged = (exact(other), bounded(other))
+    return next((replace(found, gate="graph") for found in judged if isinstance(found, Finding)), None)
+
+
 def decoded(case: Case, elements: Array, scales: Array) -> NDArray[np.float64]:
     """float64 values of a quantized array, its axis from the case."""
     axis = int(case.routing.removeprefix("axis"))
@@ -557,6 +597,7 @@ GATE_FUNCTIONS: Mapping[str, Callable[[Evidence], Result]] = MappingProxyType(
         "empty": empty,
         "special": special,
         "lineage": lineage,
+        "graph": graph,
     }
 )
 assert tuple(GATE_FUNCTIONS) == GATES

@@ -111,6 +111,8 @@ class Evidence:
         launch. A plan of which some launch never came back is inconclusive, never a pass.
     operands: the base launch's. answer: the oracle's Answer (quantize: the MXArray that the build's profile gives);
         None where the problem is too large for one and the gates use the Freivalds check instead.
+    replayed: of a case on which the graph gate speaks, the evidence of other operands in the same buffers: a launch
+        replayed from a graph, then a plain one. None where nothing was captured.
     ancestor: the base launch of the accepted build that this one replaces, on the same operands; compared: whether
         there should be one.
     """
@@ -123,6 +125,7 @@ class Evidence:
     launches: tuple[Launch, ...]
     ancestor: Launch | None = None
     compared: bool = True
+    replayed: Evidence | None = None
 
 
 def digest(arrays: Iterable[Array]) -> str:

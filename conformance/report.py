@@ -83,8 +83,8 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
     """The table (build x gate) and, for everything that was not accepted, a first screen.
 
     assumptions: print what emulated builds take for granted about their GPU, not only how much of it there is."""
-    # The gates and the verdict have 73 columns; a longer name gets the short words too.
-    narrow = to.width < WIDTH or max((len(v.build) for v in report.verdicts), default=0) > WIDTH - 73
+    # The gates and the verdict have 80 columns; a longer name gets the short words too.
+    narrow = to.width < WIDTH or max((len(v.build) for v in report.verdicts), default=0) > WIDTH - 80
     rows = [
         [
             Text(verdict.build),

@@ -231,6 +231,7 @@ class _Context:
         self.lock = threading.RLock()
         self._operands: dict[str, Operands] = {}
         self._answers: dict[str, Any] = {}
+        self._other: _Context | None = None
         self.ancestors: dict[str, Launch | None] = {}
 
     def operands(self, variant: str) -> Operands:
@@ -242,6 +243,14 @@ class _Context:
                     self._operands = dict(list(self._operands.items())[:1])
                 self._operands[variant] = made
             return self._operands[variant]
+
+    @property
+    def other(self) -> _Context:
+        """What a captured launch is replayed with."""
+        with self.lock:
+            if self._other is None:
+                self._other = _Context(case_module.rerouted(self.case))
+            return self._other
 
     def answer(self, build: Build, variant: str) -> Any:
         with self.lock:
@@ -331,6 +340,7 @@ class Runner:
             launches,
             self._ancestor(build, context, plan) if compared else None,
             compared,
+            None if labels else self._replayed(build, context, launches),
         )
         try:
             outcomes, findings = gates.run_gates(evidence)
@@ -394,6 +404,25 @@ class Runner:
             if not child.alive and done[specs[-1].label if specs[-1].label in done else list(done)[-1]].error:
                 break
         return tuple(done[spec.label] for spec in plan if spec.label in done)
+
+    def _replayed(self, build: Build, context: _Context, launches: Sequence[Launch]) -> Evidence | None:
+        """The evidence for the graph gate, where it speaks and the plan's launches came back."""
+        if not gates.may_speak("graph", context.case, captured=gates.captures(build)):
+            return None
+        if any(launch.error for launch in launches):
+            return None
+        other, variant = context.other, launches[0].variant
+        try:
+            child = self.borrow(build)
+        except ChildError:
+            return None
+        try:
+            operands = other.operands(variant)
+            found = child.replay(context.case, context.operands(variant), other.case, operands)
+        finally:
+            self.give_back(child)
+        plan = tuple(launch.spec for launch in found)
+        return Evidence(build, other.case, operands, other.answer(build, variant), plan, found)
 
     def _ancestor(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> Launch | None:
         if build.replaces is None:
@@ -573,7 +602,9 @@ def summarise(
             lacking[b.id] += 1
     verdicts = []
     for b in builds:
-        verdict = judge(b.id, b.op, found[b.id], replaces=b.replaces is not None, terms=b.terms())
+        verdict = judge(
+            b.id, b.op, found[b.id], replaces=b.replaces is not None, captured=gates.captures(b), terms=b.terms()
+        )
         if lacking[b.id] and verdict.word != "reject":
             verdict = replace(verdict, word="inconclusive", reason=f"{lacking[b.id]} cases have no result yet")
         elif verdict.word in ("accept", "inconclusive") and settings.gates != GATES:

@@ -6,22 +6,29 @@ illegal address) is not.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mxgate.conformance import gates, worker
+from mxgate.conformance import data, gates, worker
 from mxgate.conformance.__main__ import main
-from mxgate.conformance.case import case_by_id
+from mxgate.conformance.case import case_by_id, cases, rerouted
 from mxgate.conformance.certificate import device_of
 from mxgate.conformance.commands.choose import choose_builds
 from mxgate.conformance.commands.usage import UsageError
+from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, digest
+from mxgate.conformance.run import Runner, Settings
+from mxgate.conformance.verdict import Finding, Outcome, judge
 from mxgate.conformance.worker import MARGIN
 from mxgate.kernels import gpu as gpu_module
-from mxgate.kernels.build import registry
+from mxgate.kernels.build import Build, load_target, registry
 from mxgate.kernels.gpu import Gpu, is_emulated, is_gpu
 from mxgate.kernels.triton.builds import BUILDS, INTERPRETED
 
@@ -110,6 +117,7 @@ def test_a_stray_write_beside_an_array_shows(monkeypatch: pytest.MonkeyPatch) ->
     assert side.finish() == []
     assert array[3] == -1  # as a child finds out that a build wrote to its operands
     given = side.wrap(array)
+    assert side.within(given[5:], array) and not side.within(given.clone(), array) and not side.within(given, array[1:])
     beyond = given.as_strided((97,), (1,))
     beyond[96] = 0
     assert side.finish() == ["4 bytes beside an array of 384 bytes on the GPU"]
@@ -141,3 +149,173 @@ def test_one_case_from_end_to_end_in_the_interpreter(
     text = Path("out/results.jsonl").read_text()
     for gate in ("contract", "reproducible", "exact"):
         assert f'"{gate}": "pass"' in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A captured launch, replayed
+
+# Weight gradients in torch operations alone: one that may be captured, and others.
+CAPTURED = """
+import torch
+
+kept = {}
+
+def real(codes, scales):
+    return codes.float() * scales.float().repeat_interleave(32, 1)
+
+def members(offsets, tokens):
+    token = torch.arange(tokens, device=offsets.device)[None, :]
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    return (token >= starts[:, None]) & (token < offsets[:, None])
+
+def multiplied(dy, x, of):
+    dy, x = (torch.where(of.any(0), t, 0.0) for t in (dy, x))
+    return torch.matmul(torch.where(of[:, None, :], dy, 0.0), x.T).to(torch.bfloat16)
+
+def right(dy_t, dy_scales, x_t, x_scales, offsets):
+    return multiplied(real(dy_t, dy_scales), real(x_t, x_scales), members(offsets, dy_t.shape[1]))
+
+def on_host(dy_t, dy_scales, x_t, x_scales, offsets):
+    ends = [int(end) for end in offsets]
+    there = torch.tensor(ends, dtype=torch.int32, device=offsets.device)
+    return multiplied(real(dy_t, dy_scales), real(x_t, x_scales), members(there, dy_t.shape[1]))
+
+def keeps_groups(dy_t, dy_scales, x_t, x_scales, offsets):
+    if offsets.data_ptr() not in kept:
+        kept[offsets.data_ptr()] = offsets, members(offsets, dy_t.shape[1])
+    return multiplied(real(dy_t, dy_scales), real(x_t, x_scales), kept[offsets.data_ptr()][1])
+
+def keeps_scales(dy_t, dy_scales, x_t, x_scales, offsets):
+    if x_scales.data_ptr() not in kept:
+        kept[x_scales.data_ptr()] = x_scales, x_scales.clone()
+    x = real(x_t, kept[x_scales.data_ptr()][1])
+    return multiplied(real(dy_t, dy_scales), x, members(offsets, dy_t.shape[1]))
+
+def halves(dy_t, dy_scales, x_t, x_scales, offsets):
+    return right(dy_t, dy_scales, x_t, x_scales, offsets) / 2
+"""
+# What the graph gate says of each; None where it is content.
+SAID = MappingProxyType(
+    {
+        "right": None,
+        "on_host": "cannot be captured in a CUDA graph",
+        "keeps_groups": "are not those of a plain call",
+        "keeps_scales": "are not those of a plain call",
+        "halves": "are not the exact sum rounded once",
+    }
+)
+
+
+@pytest.fixture
+def captured(tmp_path: Path) -> Any:
+    """A build of CAPTURED by name."""
+    path = tmp_path / "captured.py"
+    path.write_text(CAPTURED)
+    return lambda name: Build(name, "wgrad", f"{path}:{name}", arrays="torch", group_alignment=32, device="cuda")
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda's graphs on a CPU: operations are written down, and refused where they hand a number to the host."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Graph:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+
+        def replay(self) -> None:
+            for function, args, options, before in self.calls:
+                result = function(*args, **options)
+                if isinstance(before, torch.Tensor) and result.data_ptr() != before.data_ptr():
+                    before.copy_(result)
+
+    @contextlib.contextmanager
+    def graph(into: Graph) -> Iterator[None]:
+        class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if function is torch.ops.aten._local_scalar_dense.default:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                result = function(*args, **(kwargs or {}))
+                into.calls.append((function, args, kwargs or {}, result))
+                return result
+
+        with Recorder():  # type: ignore[no-untyped-call]
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for owner, names in (
+        (torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
+        (torch.Tensor, ("new_empty", "new_empty_strided")),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+
+
+@pytest.mark.parametrize("family", ["exact-sum", "normal"])
+@pytest.mark.parametrize("name", list(SAID))
+def test_what_the_graph_gate_says(recording: None, captured: Any, name: str, family: str) -> None:
+    """On a CPU: the judge, and the worker's part of a replay. Not: what CUDA itself refuses to capture."""
+    build, case = captured(name), case_by_id(f"wgrad/64x96/ramp1.5/{family}")
+    other, side, function = rerouted(case), worker._Gpu("cpu"), load_target(build.target)
+    given = [[a.copy() for a in data.operands(c).arrays.values()] for c in (case, other)]
+    first, second = ([side.wrap(a) for a in arrays] for arrays in given)
+    launches = []
+    for label in ("replayed", "on other operands"):
+        spec = LaunchSpec(label)
+        try:
+            returned = side.replay(function, (first, {}), (second, {})) if label == "replayed" else function(*second)
+            output = (side.unwrap(returned),)
+            launches.append(Launch(spec, None, output, digest(output)))
+        except worker._Uncaptured as error:
+            launches.append(Launch(spec, str(error), (), ""))
+    operands = data.operands(other)
+    plan = tuple(launch.spec for launch in launches)
+    replayed = Evidence(build, other, operands, data.answer(other, operands), plan, tuple(launches))
+    base = data.operands(case)
+    evidence = Evidence(build, case, base, data.answer(case, base), (), (), replayed=replayed)
+    found = gates.graph(evidence)
+    said = SAID[name] if (name, family) != ("halves", "normal") else "are outside the interval"
+    assert (found is None) == (said is None), found
+    assert said is None or (isinstance(found, Finding) and said in found.what and not found.inconclusive)
+    assert side.finish() == []
+    nothing = gates.graph(replace(evidence, replayed=None))
+    assert isinstance(nothing, Finding) and nothing.inconclusive
+
+
+@pytest.mark.skipif(gpu_module.gpu() is None, reason="needs a GPU")
+@pytest.mark.parametrize("name", list(SAID))
+def test_what_the_graph_gate_says_on_a_gpu(captured: Any, name: str) -> None:
+    """The same builds in a child, captured by CUDA itself; the child serves its next case all the same."""
+    build, case = captured(name), case_by_id("wgrad/64x96/ramp1.5/exact-sum")
+    with Runner(Settings()) as runner:
+        for _ in range(2):
+            result, _ = runner.examine(build, case)
+            assert result.gates["graph"] is (Outcome.REJECT if SAID[name] else Outcome.PASS), result.findings
+            assert SAID[name] is None or any(str(SAID[name]) in f.what for f in result.findings if f.gate == "graph")
+
+
+def test_a_gpu_build_is_accepted_after_its_launch_was_replayed_or_says_why_not() -> None:
+    build = registry()["wgrad/triton_dequant"]
+    declared = replace(build, capturable=False)
+    assert (gates.captures(build), gates.captures(declared)) == (True, False)
+    assert declared.terms()[-1] == "a launch cannot be captured in a graph"
+    case = case_by_id("wgrad/64x96/ramp1.5/exact-sum")
+    base = data.operands(case)
+    for one in (declared, next(b for b in INTERPRETED if b.id == build.id)):
+        assert gates.graph(Evidence(one, case, base, None, (), ())) is gates.SILENT
+    assert judge(build.id, "wgrad", (), captured=True).word == "inconclusive"
+
+
+@pytest.mark.parametrize("op", ["forward", "dgrad", "wgrad", "quantize"])
+def test_every_gpu_build_has_a_case_to_be_captured_on(op: str) -> None:
+    for build in choose_builds([], op, "cuda"):
+        taken = [c for c in cases(op, "smoke") if not set(c.formats) - set(build.formats)]
+        spoken = [c for c in taken if gates.may_speak("graph", c, captured=True)]
+        assert spoken, build.id
+        for case in spoken:
+            other = rerouted(case)
+            shapes = [{n: getattr(a, "shape", a) for n, a in data.operands(c).arrays.items()} for c in (case, other)]
+            assert shapes[0] == shapes[1] and (op == "quantize" or other.tokens < case.tokens)
+            assert op == "quantize" or other.sizes != case.sizes

@@ -13,10 +13,11 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-GATES = ("contract", "reproducible", "padding", "exact", "bounded", "empty", "special", "lineage")
+GATES = ("contract", "reproducible", "padding", "exact", "bounded", "empty", "special", "lineage", "graph")
 
 # The gates that must have passed at least once before a build of the op is accepted. Lineage joins them for a build
-# that replaces another. A quantizer has no groups, so nothing is padded, bounded or empty.
+# that replaces another, graph for one on a GPU unless it declares that its launches cannot be captured. A quantizer has
+# no groups, so nothing is padded, bounded or empty.
 MANDATORY: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "forward": ("contract", "reproducible", "padding", "exact", "bounded", "empty", "special"),
@@ -96,9 +97,17 @@ class Verdict:
 
 
 def judge(
-    build: str, op: str, results: Iterable[CaseResult], *, replaces: bool = False, terms: tuple[str, ...] = ()
+    build: str,
+    op: str,
+    results: Iterable[CaseResult],
+    *,
+    replaces: bool = False,
+    captured: bool = False,
+    terms: tuple[str, ...] = (),
 ) -> Verdict:
-    """Add up a build's results on every case of a tier (any number of them; none gives Inconclusive)."""
+    """Add up a build's results on every case of a tier (any number of them; none gives Inconclusive).
+
+    replaces, captured: whether the gates lineage and graph are mandatory."""
     results = tuple(results)
     ran = [r for r in results if r.skipped is None]
     if results and not ran:
@@ -109,7 +118,7 @@ def judge(
         else Outcome.SILENT
         for gate in GATES
     }
-    needed = MANDATORY[op] + (("lineage",) if replaces else ())
+    needed = MANDATORY[op] + (("lineage",) if replaces else ()) + (("graph",) if captured else ())
     rejected = [g for g in GATES if gates[g] is Outcome.REJECT]
     if rejected:
         cases = sum(r.outcome is Outcome.REJECT for r in ran)

@@ -39,7 +39,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,10 +48,12 @@ from mxgate.conformance.layout import LayoutError, laid_out, layout, quantized
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import HIP, OPS, Build, BuildError, Unavailable, build_from, hip
 from mxgate.kernels.gpu import is_emulated, is_gpu
+from mxgate.kernels.tensors import dtype_of, to_array, to_tensor
 
 _EMULATOR = os.path.join(os.path.dirname(str(build_module.__file__)), "gfx950")
 # FlyDSL looks at this before each launch, and raises when it is not its backend's. A launch would abort the process.
 _NO_LAUNCH = {"FLYDSL_RUNTIME_KIND": "none"}
+REPLACED = "replaced"  # the variant of the operands that a captured launch is replayed with
 CANARY = 0xA5
 MARGIN = 256  # canary bytes kept in front of every operand and output
 GAP = 40  # elements between the rows of a pitched output
@@ -78,16 +79,15 @@ class Limits:
     memory: float = 8.0
 
 
+Arguments = tuple[list[Any], dict[str, Any]]  # of a call, by place and by name
+
+
 class ChildError(Exception):
     """Why a child gave no answer, as the words of Launch.error. The child is gone."""
 
 
 class Stopped(Exception):
     """The run is being stopped; the launch that was under way counts for nothing."""
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _bytes(array: Array) -> NDArray[np.uint8]:
@@ -157,8 +157,30 @@ class Child:
         """Call the build once. Never raises for anything that the build does; Stopped when the run is stopped."""
         if spec.model is not None and "model" not in self.keywords and not _launches_flydsl(self.build):
             return Launch(spec, f"takes no keyword model, as {spec.model} needs", (), "", unavailable=True)
+        return self._launch(case, spec, operands)
+
+    def replay(self, case: Case, given: Operands, other: Case, replaced: Operands) -> tuple[Launch, Launch]:
+        """A launch of a GPU build on `given`, captured in a graph and replayed after `replaced` was written over its
+        operands; and a plain call on `replaced`, both as launches of `other`.
+
+        other: a case with the buffers of `case`. As `launch` otherwise. A child whose launch cannot be captured ends.
+        """
+        again, plain = LaunchSpec("replayed"), LaunchSpec("on other operands")
         try:
-            self._upload(case, spec.variant, operands)
+            self._upload(case, again.variant, given)
+            self._upload(case, REPLACED, replaced, other)
+        except ChildError as error:
+            return Launch(again, str(error), (), ""), Launch(plain, str(error), (), "")
+        first = self._launch(other, plain, replaced, {"variant": REPLACED})
+        return self._launch(other, again, replaced, {"variant": REPLACED, "captured": again.variant}), first
+
+    def _launch(
+        self, case: Case, spec: LaunchSpec, operands: Operands, what: Mapping[str, Any] | None = None
+    ) -> Launch:
+        """what: of the request, where the operands are there already."""
+        try:
+            if what is None:
+                self._upload(case, spec.variant, operands)
             shape, dtype = _result(case, operands)
             self._held = max(self._held, self._given + int(np.prod(shape)) * _dtype(dtype).itemsize)
             asked = {
@@ -173,14 +195,18 @@ class Child:
                 "model": spec.model,
                 "work": case.op == "quantize" or case.tokens > 0,
                 "most": _most(shape),
+                "captured": None,
+                **(what or {}),
             }
             reply, blobs = self._ask(asked, (), self.limits.seconds, _most(shape))
         except ChildError as error:
             return Launch(spec, str(error), (), "")
         if "error" in reply:
+            if reply["spoilt"]:
+                self.close()
             return Launch(spec, str(reply["error"]), (), "", unavailable=reply["unavailable"])
         output = tuple(
-            blob.view(_dtype(part["dtype"])).reshape(part["shape"])
+            blob.view(dtype_of(part["dtype"])).reshape(part["shape"])
             for part, blob in zip(reply["parts"], blobs, strict=True)
         )
         return Launch(
@@ -229,7 +255,8 @@ class Child:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
-    def _upload(self, case: Case, variant: str, operands: Operands) -> None:
+    def _upload(self, case: Case, variant: str, operands: Operands, of: Case | None = None) -> None:
+        """of: the case whose tokens the operands hold, if it is another one."""
         if case.id != self._case:
             self._case, self._known, self._given = case.id, set(), 0
             self._number += 1
@@ -245,7 +272,7 @@ class Child:
             "keywords": list(operands.extra or {}),
             "order": list(operands.arrays),
             "arrays": [
-                {"name": name, "dtype": a.dtype.name, "shape": a.shape, "tokens": _tokens(case, name, arrays)}
+                {"name": name, "dtype": a.dtype.name, "shape": a.shape, "tokens": _tokens(of or case, name, arrays)}
                 for name, a in arrays.items()
             ],
         }
@@ -531,8 +558,7 @@ class _Torch:
         return getattr(self._torch, name)
 
     def wrap(self, array: Array) -> Any:
-        flat = self._torch.from_numpy(_bytes(array))
-        return flat.view(getattr(self._torch, array.dtype.name)).reshape(array.shape)
+        return to_tensor(array)
 
     def strided(self, out: _Out) -> Any:
         return self.wrap(out.whole).as_strided(out.view.shape, [s // out.view.itemsize for s in out.view.strides])
@@ -550,10 +576,15 @@ class _Torch:
     def unwrap(self, value: Any) -> Array:
         if not isinstance(value, self._torch.Tensor):
             raise _Returned(value, "a torch tensor")
-        tensor = value.detach().cpu().contiguous()
-        name = str(tensor.dtype).partition(".")[2]
-        flat = tensor.reshape(-1).view(self._torch.uint8).numpy()
-        return flat.view(_dtype(name)).reshape(tuple(tensor.shape))
+        return to_array(value)
+
+    def within(self, value: Any, array: Array) -> bool:
+        """Whether a tensor that came back lies in the memory of an operand."""
+        return bool(np.may_share_memory(to_array(value), array))
+
+    def replay(self, function: Callable[..., Any], captured: Arguments, replaced: Arguments) -> Any:
+        """What a launch on `captured` returns from a graph, with `replaced` written over its operands. _Uncaptured."""
+        raise _Uncaptured("its tensors are not on a GPU")
 
 
 class _Gpu(_Torch):
@@ -564,6 +595,8 @@ class _Gpu(_Torch):
         super().__init__()
         torch = self._torch
         self._device = device
+        self._empty = torch.empty
+        self._graph: Any = None
         self._copies: list[tuple[Array, Any]] = []
         for owner, names in (
             (torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
@@ -578,23 +611,46 @@ class _Gpu(_Torch):
             tensor = allocate(*args, **kwargs)
             if tensor.device.type == self._device and tensor.numel() and _fill_byte is not None:
                 # A fresh allocation is a storage of its own: all of it, whatever the strides.
-                self._torch.tensor([], dtype=self._torch.uint8, device=self._device).set_(
-                    tensor.untyped_storage()
-                ).fill_(_fill_byte)
+                whole = self._empty(0, dtype=self._torch.uint8, device=self._device)
+                whole.set_(tensor.untyped_storage()).fill_(_fill_byte)
             return tensor
 
         return wrapper
 
     def start(self) -> None:
         self._copies.clear()  # of a launch that raised
+        self._graph = None
 
     def wrap(self, array: Array) -> Any:
         size = array.nbytes
         whole = self._torch.full((MARGIN + size + MARGIN,), CANARY, dtype=self._torch.uint8, device=self._device)
-        whole[MARGIN : MARGIN + size].copy_(self._torch.from_numpy(_bytes(array)))
+        whole[MARGIN : MARGIN + size].copy_(to_tensor(_bytes(array)))
         self._copies.append((array, whole))
         flat = whole[MARGIN : MARGIN + size]
-        return flat.view(getattr(self._torch, array.dtype.name)).reshape(array.shape)
+        return flat.view(self.dtype(array.dtype.name)).reshape(array.shape)
+
+    def within(self, value: Any, array: Array) -> bool:
+        storage = value.untyped_storage().data_ptr()
+        return any(a is array and whole.untyped_storage().data_ptr() == storage for a, whole in self._copies)
+
+    def replay(self, function: Callable[..., Any], captured: Arguments, replaced: Arguments) -> Any:
+        cuda = self._torch.cuda
+        function(*captured[0], **captured[1])  # whatever a first call sets up: compilers, handles
+        self.wait()
+        graph = cuda.CUDAGraph()
+        try:
+            with cuda.graph(graph):
+                returned = function(*captured[0], **captured[1])
+        except Exception as error:
+            raise _Uncaptured(f"{type(error).__name__}: {' '.join(str(error).split())[:160]}") from None
+        into, given = ([*places[0], *places[1].values()] for places in (captured, replaced))
+        for place, value in zip(into, given, strict=True):
+            if isinstance(place, self._torch.Tensor):
+                place.view(self._torch.uint8).copy_(value.view(self._torch.uint8))
+        graph.replay()
+        self.wait()
+        self._graph = graph  # whose memory the result lies in
+        return returned
 
     def wait(self) -> None:
         if self._device == "cuda":
@@ -611,6 +667,13 @@ class _Gpu(_Torch):
             _bytes(array)[:] = bytes_[MARGIN : MARGIN + array.nbytes]
         self._copies.clear()
         return said
+
+
+class _Uncaptured(Exception):
+    """The launch cannot be captured in a graph; what the process can still do is anybody's guess."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"cannot be captured in a CUDA graph: {why}")
 
 
 class _Returned(Exception):
@@ -658,7 +721,7 @@ class _Server:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.case = 0
-        self.kept: tuple[list[Array], str] = ([], digest([]))  # what the last call returned, and its bytes then
+        self.kept: tuple[Any, str] | None = None  # what the last call returned, and its bytes then
         self.inputs: dict[str, dict[str, _Input]] = {}
         self.headers: dict[str, dict[str, Any]] = {}
 
@@ -683,7 +746,7 @@ class _Server:
             self.inputs.clear()
             self.headers.clear()
         planes = {}
-        given = [b.view(_dtype(s["dtype"])).reshape(s["shape"]) for s, b in zip(header["arrays"], blobs, strict=True)]
+        given = [b.view(dtype_of(s["dtype"])).reshape(s["shape"]) for s, b in zip(header["arrays"], blobs, strict=True)]
         offsets = next((a for s, a in zip(header["arrays"], given, strict=True) if s["name"] == "offsets"), None)
         for spec, operand in zip(header["arrays"], given, strict=True):
             name, tokens, kept = spec["name"], spec["tokens"] and tuple(spec["tokens"]), None
@@ -698,14 +761,14 @@ class _Server:
         self.headers[header["variant"]] = header
         return {}
 
-    def arguments(self, header: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, header: dict[str, Any]) -> Arguments:
         planes, sent = self.inputs[header["variant"]], self.headers[header["variant"]]
         wrap = self.torch.wrap if self.torch else (lambda array: array)
         values = {**sent["values"], **{name: wrap(planes[name].array) for name in planes}}
         keywords = {name: values[name] for name in sent["keywords"]}
         if header["out_dtype"] is not None:
             name = header["out_dtype"]
-            keywords["out_dtype"] = self.torch.dtype(name) if self.torch else _dtype(name)
+            keywords["out_dtype"] = self.torch.dtype(name) if self.torch else dtype_of(name)
         return [values[name] for name in sent["order"]], keywords
 
     def call(self, header: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
@@ -720,19 +783,33 @@ class _Server:
             (name, header[name]) for name in ("seed", "model") if header[name] is not None and name in self.keywords
         )
         _fill_allocations(header["fill"])
-        returned = self._launch(header, positional, keywords)
-        beside = self.torch.finish() if self.torch else []
-        parts = [np.ascontiguousarray(out.view)] if out is not None else self.unwrap(returned)
+        if header["captured"] is not None:
+            captured = self.arguments({**header, "variant": header["captured"]})
+            assert self.torch is not None
+            returned = self.torch.replay(self.function, captured, (positional, keywords))
+        else:
+            returned = self._launch(header, positional, keywords)
+        if self.torch is not None:
+            self.torch.wait()
+        parts = [] if out is not None else self.unwrap(returned)
         total = sum(part.nbytes for part in parts)
         if total > header["most"]:
             raise ValueError(f"returned {total} bytes, which no {self.build.op} of this case holds")
         aliases = None
         if out is None:
-            aliases = next((n for n in planes if any(np.may_share_memory(p, planes[n].array) for p in parts)), None)
-        margins = ["the result of the call before"] if digest(self.kept[0]) != self.kept[1] else []
-        margins += beside
-        self.kept = (parts, digest(parts)) if out is None else ([], digest([]))
+            within: Callable[[Any, Array], bool] = self.torch.within if self.torch else np.may_share_memory
+            values = returned if self.build.op == "quantize" else (returned,)
+            aliases = next((n for n in planes if any(within(v, planes[n].array) for v in values)), None)
+        margins = []
+        if self.kept is not None and digest(self.unwrap(self.kept[0])) != self.kept[1]:
+            margins.append("the result of the call before")
+        margins += self.torch.finish() if self.torch is not None else []
+        if out is not None:
+            parts = [np.ascontiguousarray(out.view)]
+        self.kept = (returned, digest(parts)) if out is None and header["captured"] is None else None
         parts = self.plain([np.array(part, order="C") for part in parts], header)
+        for operand in self.inputs[header["captured"]].values() if header["captured"] else ():
+            operand.repair()
         changed = [name for name, operand in planes.items() if operand.repair()]
         margins += [f"{c} bytes before operand {n}" for n, i in planes.items() if (c := i.plane.changed())]
         if out is not None and (beyond := out.changed()):
@@ -764,7 +841,7 @@ class _Server:
         for value in values:
             if not isinstance(value, np.ndarray):
                 raise _Returned(value, "a NumPy array")
-            if value.dtype.hasobject or _dtype(value.dtype.name) != value.dtype:
+            if value.dtype.hasobject or dtype_of(value.dtype.name) != value.dtype:
                 raise ValueError(f"returned an array of dtype {value.dtype}")
         return list(values)
 
@@ -796,7 +873,7 @@ class _Out:
     """A caller's output buffer: flush against a guard page, and pitched with canary bytes between its rows."""
 
     def __init__(self, header: dict[str, Any]) -> None:
-        dtype, shape = _dtype(header["dtype"]), tuple(header["shape"])
+        dtype, shape = dtype_of(header["dtype"]), tuple(header["shape"])
         pitch = shape[-1] + (GAP if header["out"] == "pitched" else 0)
         rows = int(np.prod(shape[:-1]))
         self.plane = _Plane(rows * pitch * dtype.itemsize)
@@ -825,7 +902,7 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 def _complaint(error: BaseException) -> str:
     """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
-    if isinstance(error, _Returned | BuildError | LayoutError | Unavailable):
+    if isinstance(error, _Returned | _Uncaptured | BuildError | LayoutError | Unavailable):
         return str(error)
     # Neither our own lines nor importlib's: both stand around the build's.
     own = (__file__, str(build_module.__file__), _EMULATOR, "<frozen")
@@ -860,7 +937,9 @@ def _serve(channel: socket.socket) -> None:
             else:
                 reply, parts = server.call(header)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the build's doing as well
-            reply, parts = {"error": _complaint(error), "unavailable": isinstance(error, Unavailable)}, []
+            kinds = {"unavailable": Unavailable, "spoilt": _Uncaptured}
+            reply = {"error": _complaint(error), **{word: isinstance(error, kind) for word, kind in kinds.items()}}
+            parts = []
         if os.getpid() != owner:
             os._exit(0)  # the build forked and let its copy of this process return
         try:

@@ -98,6 +98,8 @@ class Build:
     tail: what it does with rows past the last offset: "zero", "untouched" or "undefined" (wgrad has no such rows).
     nan_reach: tokens within which a NaN or infinity of a neighbouring group may spoil an expert's gradient; 0 for not
         at all. A wgrad kernel that masks its window by scales alone has the length of its window here.
+    capturable: whether a launch on a GPU can be captured in a graph and replayed with other operands in its buffers.
+        One that cannot has to say so here, and its accept repeats it.
     device: what runs it: "cpu"; "cuda", the GPU that torch calls so ("sm100": NVIDIA's from compute capability 10.0
         on); "interpreter", Triton's on a CPU; or the name of a GPU whose machine code is run on an emulator.
     assumes: what a verdict takes for granted about that GPU, a sentence each; a certificate repeats it.
@@ -120,6 +122,7 @@ class Build:
     accumulator: str = "fp32-any-order"
     tail: str = "zero"
     nan_reach: int = 0
+    capturable: bool = True
     device: str = "cpu"
     assumes: tuple[str, ...] = ()
     scale_layout: str = "plain"
@@ -157,6 +160,7 @@ class Build:
             (self.tail != "zero", f"rows past the last offset are {self.tail}"),
             (self.nan_reach > 0, f"a NaN may spoil the gradient of experts within {self.nan_reach} tokens"),
             (self.group_alignment > (BLOCK if self.op == "wgrad" else 1), f"groups of {self.group_alignment} tokens"),
+            (not self.capturable, "a launch cannot be captured in a graph"),
             (self.scale_layout != "plain", f"scales laid out as {self.scale_layout}"),
             (self.profile != "ocp", f"profile {self.profile}"),
         )

@@ -20,6 +20,7 @@ from mxgate.kernels import numpy_windowed as windowed
 from mxgate.kernels.faults import FAULTS, KINDS, Fault
 from mxgate.oracle.formats import FORMATS
 
+# Not graph: a launch that cannot be captured takes a GPU (conformance/test_gpu.py).
 GATES = ("contract", "reproducible", "padding", "exact", "bounded", "empty", "special", "lineage")
 # They crash, end, hang or starve the process they run in, or read where only a guard page would show it.
 PROCESS = {"crashes", "exits", "killed", "closes_files", "hangs", "eats_memory", "hangs_without_tokens"} | {

@@ -56,6 +56,8 @@ def jobs(target: str) -> Iterator[Job]:
             plain = (product, formats) == ("dequant", (0, 0))
             for split, repair in ((1, False), (3, False), (1, True)) if plain else ((1, False),):
                 yield from _gemms(target, product, formats, split, repair)
+    for ablate in gemm.ABLATIONS.values():
+        yield from _gemms(target, "dequant", (0, 0), 1, False, ablate)
     out = {"out_ptr": "*bf16"}
     yield Job("add", gemm.add_kernel, {"OUT": tl.bfloat16, "B": 1024}, out, {})
     for kind, pointer in enumerate(("*i32", "*i16", "*fp16")):
@@ -91,7 +93,9 @@ def jobs(target: str) -> Iterator[Job]:
         yield Job("probe chained", probe.chained_kernel, constants, {"out_ptr": "*fp32"}, {"num_warps": 4})
 
 
-def _gemms(target: str, product: str, formats: tuple[int, int], split: int, repair: bool) -> Iterator[Job]:
+def _gemms(
+    target: str, product: str, formats: tuple[int, int], split: int, repair: bool, ablate: int = 0
+) -> Iterator[Job]:
     for kind, kernel in (("rows", gemm.rows_kernel), ("wgrad", gemm.wgrad_kernel)):
         settings = gemm.settings(gemm.tiles(target)[f"{kind}/{product}"])
         keys: tuple[str, ...] = ("num_warps", "num_stages", "maxnreg")
@@ -109,10 +113,12 @@ def _gemms(target: str, product: str, formats: tuple[int, int], split: int, repa
             "NATIVE": bool(NATIVE[target]),
             "FP8_DOT": all(f in DOTS[target] for f in formats),
             "DTYPE": tl.bfloat16,
+            "ABLATE": ablate,
         }
         if kind == "rows":
             constants |= {"EXPERTS": 16, "GROUP_ROWS": 0, "HAS_BIAS": True}
-        name = f"{kind} {product} {formats[0]}x{formats[1]}" + f" split {split}" * (split > 1) + " repair" * repair
+        name = f"{kind} {product} {formats[0]}x{formats[1]}"
+        name += f" split {split}" * (split > 1) + " repair" * repair + f" ablate {ablate}" * bool(ablate)
         yield Job(name, kernel, constants, {"out_ptr": "*bf16" if split == 1 else "*fp32"}, options)
 
 

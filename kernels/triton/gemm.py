@@ -61,6 +61,8 @@ DEQUANT = tl.constexpr(0)
 BLOCKS = tl.constexpr(1)
 SCALED = tl.constexpr(2)
 PRODUCTS = ("dequant", "blocks", "scaled")
+# What a launch may leave out, so that its time and energy say what that costs. The result is then wrong.
+ABLATIONS: Mapping[str, int] = {"no matrix instructions": 1, "no operand reads": 2, "neither": 3}
 LEAST_EXPERTS = 64  # that a kernel is compiled for
 LEAST_ROWS = 16  # of a tile: a matrix instruction takes no fewer
 
@@ -145,20 +147,27 @@ def product(
     NATIVE: tl.constexpr,
     FP8_DOT: tl.constexpr,
     DTYPE: tl.constexpr,
+    ABLATE: tl.constexpr,
 ):
     """(sums, far): float32 [BM, BN] of rows and columns (int64) over l in start .. end, both multiples of 32.
 
     far: not 0 where the sums are good for nothing, because of a scale (or `scaled`: an element) they cannot have.
+    ABLATE & 1 (of dequant): decoded operands are added up as they are, for want of a dot; & 2: the masks are false.
     """
     BLOCKS_L: tl.constexpr = BL // BLOCK
     acc = tl.zeros((BM, BN), tl.float32)
     far = tl.zeros((BM, BLOCKS_L), tl.int32)
     far_b = tl.zeros((BN, BLOCKS_L), tl.int32)
+    if ABLATE & 1:
+        kept_x = tl.zeros((BM, BL), DTYPE)
+        kept_y = tl.zeros((BN, BL), DTYPE)
     # Scales are loaded a step ahead: their few bytes are no copies that the compiler would start early by itself.
     blocks = start // BLOCK + tl.arange(0, BLOCKS_L)
     a_next = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
     b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
-    for low in range(start, end, BL):
+    # Without a dot the compiler would not load ahead unless told.
+    AHEAD: tl.constexpr = 3 if ABLATE & 1 else None
+    for low in tl.range(start, end, BL, num_stages=AHEAD):
         k = low + tl.arange(0, BL)
         a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
         b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
@@ -172,7 +181,11 @@ def product(
         if PRODUCT == DEQUANT:
             x = scaled_values(a, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
             y = scaled_values(b, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
-            acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
+            if ABLATE & 1:
+                kept_x += x
+                kept_y += y
+            else:
+                acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
         elif PRODUCT == SCALED:
             A_NAME: tl.constexpr = "e4m3" if A_FORMAT == 0 else "e5m2"
             B_NAME: tl.constexpr = "e4m3" if B_FORMAT == 0 else "e5m2"
@@ -193,7 +206,12 @@ def product(
                 part = tl.dot(x, tl.trans(y), input_precision="ieee")
             factors = tl.reshape(near_scale(a_scales, tl.float32), (BM, 1))
             acc += part * factors * tl.reshape(near_scale(b_scales, tl.float32), (1, BN))
-    return acc, tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0))
+    found = tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0))
+    if ABLATE & 1:
+        # Asked of every element, or the compiler would leave it out; never so.
+        odd = tl.max(tl.max(kept_x.to(tl.float32), 1), 0) + tl.max(tl.max(kept_y.to(tl.float32), 1), 0)
+        found = tl.maximum(found, (odd == -1.2345e-30).to(tl.int32))
+    return acc, found
 
 
 @triton.jit
@@ -307,6 +325,7 @@ def rows_kernel(
     NATIVE: tl.constexpr,
     FP8_DOT: tl.constexpr,
     DTYPE: tl.constexpr,
+    ABLATE: tl.constexpr,
 ):
     """out [m, n] (with SPLIT > 1 float32 [SPLIT, m, n]) of a [m, length] and b [experts, n, length].
 
@@ -392,15 +411,18 @@ def rows_kernel(
                 DTYPE,
             )
         else:
+            # With ABLATE & 2 nothing is read; the compiler does not know that n is not negative.
+            read_rows = row_mask & (n < 0) if ABLATE & 2 else row_mask
+            read_columns = column_mask & (n < 0) if ABLATE & 2 else column_mask
             acc, found = product(
                 a_ptr,
                 a_scales_ptr,
                 b_ptr + expert * b_e,
                 b_scales_ptr + expert * bs_e,
                 rows,
-                row_mask,
+                read_rows,
                 columns,
-                column_mask,
+                read_columns,
                 low,
                 stop,
                 a_r,
@@ -422,6 +444,7 @@ def rows_kernel(
                 NATIVE,
                 FP8_DOT,
                 DTYPE,
+                ABLATE,
             )
             tl.store(far_ptr, 1, mask=found != 0)
             tl.store(far_ptr + 1 + job, 1, mask=found != 0)
@@ -481,6 +504,7 @@ def wgrad_kernel(
     NATIVE: tl.constexpr,
     FP8_DOT: tl.constexpr,
     DTYPE: tl.constexpr,
+    ABLATE: tl.constexpr,
 ):
     """out [experts, n, k] (with SPLIT > 1 float32 [SPLIT, experts, n, k]) of a [n, m] and b [k, m].
 
@@ -544,15 +568,18 @@ def wgrad_kernel(
                 DTYPE,
             )
         else:
+            # With ABLATE & 2 nothing is read; the compiler does not know that n is not negative.
+            read_rows = row_mask & (n < 0) if ABLATE & 2 else row_mask
+            read_columns = column_mask & (n < 0) if ABLATE & 2 else column_mask
             acc, found = product(
                 a_ptr,
                 a_scales_ptr,
                 b_ptr,
                 b_scales_ptr,
                 rows,
-                row_mask,
+                read_rows,
                 columns,
-                column_mask,
+                read_columns,
                 low,
                 stop,
                 a_r,
@@ -574,6 +601,7 @@ def wgrad_kernel(
                 NATIVE,
                 FP8_DOT,
                 DTYPE,
+                ABLATE,
             )
             tl.store(far_ptr, 1, mask=found != 0)
             tl.store(far_ptr + 1 + job, 1, mask=found != 0)
@@ -750,9 +778,11 @@ def check_route(offsets: Tensor, length: int, align: int, check: bool) -> None:
         groups.check_offsets(offsets.cpu().numpy(), length, align=align)
 
 
-def choices(device: Device, product: str | None, *formats: int) -> dict[str, Any]:
+def choices(device: Device, product: str | None, ablate: int, *formats: int) -> dict[str, Any]:
     """The kernels' arguments that the device, the formats and the way to multiply decide. ValueError, Unavailable."""
     product = default_product(device) if product is None else product
+    if ablate and product != "dequant":
+        raise ValueError(f"ablate={ablate} with product {product!r}; expected 'dequant'")
     if product not in PRODUCTS:
         raise ValueError(f"unknown product {product!r}; expected one of {', '.join(PRODUCTS)}")
     if product == "scaled" and any(f > 1 for f in formats):
@@ -766,6 +796,7 @@ def choices(device: Device, product: str | None, *formats: int) -> dict[str, Any
         "NATIVE": bool(device.native),
         "FP8_DOT": all(f in device.dots for f in formats),
         "DTYPE": tl.float32 if device.interpreted else tl.bfloat16,
+        "ABLATE": ablate,
     }
 
 
@@ -799,7 +830,7 @@ def launch_repaired(
     if only_if is None:
         launch(kernel, jobs, device, tile, *given, REPAIR=False, **options)
     # It multiplies decoded elements whatever the product, in one of its ways: one kernel for all products.
-    options |= {"PRODUCT": 0, "FP8_DOT": False}
+    options |= {"PRODUCT": 0, "FP8_DOT": False, "ABLATE": 0}
     launch(kernel, jobs, device, replace(tile, length=32), *given, REPAIR=True, **options)
 
 
@@ -828,6 +859,7 @@ def rows_gemm(
     split: int = 1,
     tile: Tile | None = None,
     only_if: Tensor | None = None,
+    ablate: int = 0,
 ) -> Tensor:
     """out [M, columns]: a [M, L], b with its columns and its contraction on `axes` and its experts on axis 0.
 
@@ -843,7 +875,7 @@ def rows_gemm(
     if split < 1:
         raise ValueError(f"split is {split}; expected 1 or more")
     device = device_for(a.codes.device)
-    chosen = choices(device, product, a.format, b.format)
+    chosen = choices(device, product, ablate, a.format, b.format)
     tile = tile_for(device, "rows", PRODUCTS[chosen["PRODUCT"]], tile, group_rows)
     result = output((m, n), a.codes.device, out, out_dtype)
     if m == 0 or n == 0:
@@ -901,6 +933,7 @@ def columns_gemm(
     split: int = 1,
     tile: Tile | None = None,
     only_if: Tensor | None = None,
+    ablate: int = 0,
 ) -> Tensor:
     """out [E, N, K]: a [N, M] and b [K, M], summed over each expert's part of M. only_if: as in rows_gemm."""
     (n, m), k, experts = a.codes.shape, b.codes.shape[0], len(offsets)
@@ -909,7 +942,7 @@ def columns_gemm(
     if split < 1:
         raise ValueError(f"split is {split}; expected 1 or more")
     device = device_for(a.codes.device)
-    chosen = choices(device, product, a.format, b.format)
+    chosen = choices(device, product, ablate, a.format, b.format)
     tile = tile_for(device, "wgrad", PRODUCTS[chosen["PRODUCT"]], tile)
     result = output((experts, n, k), a.codes.device, out, out_dtype)
     if n == 0 or k == 0:
@@ -970,13 +1003,15 @@ def forward(
     group_rows: int = 0,
     check: bool = False,
     tile: Tile | None = None,
+    ablate: int = 0,
 ) -> Tensor:
     """Y[g] = X[g] W[g]^T + bias[g]: x [M,K], scales [M,K/32]; w [E,N,K], scales [E,N,K/32]; bias [E,N]; y [M,N].
 
     weights: "nk", or "kn" for w [E,K,N], scales [E,K/32,N]. Either operand may be in 32x32 blocks. Any strides.
     offsets: int32 cumulative ends [E]; with group_rows > 0 the expert of every group_rows rows [M / group_rows], -1 for
     rows that are nobody's, which become exact zeros. product: a name of PRODUCTS (default: the device's). split: parts
-    of the sum, added in float32 and in order. check: look at offsets on a GPU too. ValueError, TypeError.
+    of the sum, added in float32 and in order. check: look at offsets on a GPU too. ablate: of ABLATIONS, to measure
+    what a part costs; the result is then wrong. ValueError, TypeError.
     """
     column, contraction = _weight_axes(weights, "nk", "kn")
     route = _route(offsets, x, group_rows, check)
@@ -992,6 +1027,7 @@ def forward(
         product=product,
         split=split,
         tile=tile,
+        ablate=ablate,
     )
 
 
@@ -1010,6 +1046,7 @@ def dgrad(
     group_rows: int = 0,
     check: bool = False,
     tile: Tile | None = None,
+    ablate: int = 0,
 ) -> Tensor:
     """dX[g] = dY[g] W[g]: dy [M,N], scales [M,N/32]; w [E,N,K] blocked along N, scales [E,N/32,K]; dx [M,K].
 
@@ -1028,6 +1065,7 @@ def dgrad(
         product=product,
         split=split,
         tile=tile,
+        ablate=ablate,
     )
 
 
@@ -1044,6 +1082,7 @@ def wgrad(
     split: int = 1,
     check: bool = False,
     tile: Tile | None = None,
+    ablate: int = 0,
 ) -> Tensor:
     """dW[g] = dY[g]^T X[g]: dy_t [N,M], scales [N,M/32]; x_t [K,M], scales [K,M/32]; dw [E,N,K], +0 for no tokens.
 
@@ -1059,6 +1098,7 @@ def wgrad(
         product=product,
         split=split,
         tile=tile,
+        ablate=ablate,
     )
 
 
@@ -1095,3 +1135,7 @@ wgrad_dequant = partial(wgrad, product="dequant")
 wgrad_blocks = partial(wgrad, product="blocks")
 wgrad_scaled = partial(wgrad, product="scaled")
 wgrad_split = partial(wgrad, product="dequant", split=3)
+
+# What mxgate.conformance.timing_gpu times beside them when it is asked for ablations.
+for _dequant in (forward_dequant, dgrad_dequant, wgrad_dequant):
+    vars(_dequant)["ablations"] = {name: partial(_dequant, ablate=number) for name, number in ABLATIONS.items()}

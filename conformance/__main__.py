@@ -52,7 +52,12 @@ COMMANDS: tuple[tuple[str, str, Options, Command], ...] = (
         explain.command,
     ),
     ("minimize", "shrink a rejected case to the least that is still rejected", minimize.options, minimize.command),
-    ("time", "time builds that hold a certificate, interleaved, on one thread", time.options, time.command),
+    (
+        "time",
+        "time builds that hold a certificate, interleaved: one thread, or a GPU",
+        time.options,
+        time.command,
+    ),
     (
         "bench-oracle",
         "time the oracle beside torchao and beside float32 products",

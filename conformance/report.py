@@ -323,11 +323,11 @@ def print_gpu_timings(found: Mapping[str, Any], to: Console) -> None:
 
     rows = [
         [
-            t["build"],
+            t["build"] if t["ablation"] is None else f"  ablated: {t['ablation']}",
             f"{t['median'] * 1e3:.3f}",
             f"{t['low'] * 1e3:.3f} .. {t['high'] * 1e3:.3f}",
-            f"{t['tflops']:.0f}",
-            number(t["ratio"], ".3f") + "x",
+            f"{t['tflops']:.0f}" if t["ablation"] is None else "-",
+            "-" if t["ratio"] is None else f"{t['ratio']:.3f}x",
             number(t["joules"], ".3f"),
             number(t["clock"], ".0f"),
             number(t["watts"], ".0f"),
@@ -339,13 +339,16 @@ def print_gpu_timings(found: Mapping[str, Any], to: Console) -> None:
     table(to, columns, rows, columns[1:])
     for t in found["timings"]:
         if t["refused"] is not None:
-            say(to, Text(f"NO TIME {t['build']}: {t['refused']}", style=_STYLES["reject"]))
+            part = "" if t["ablation"] is None else f", {t['ablation']}"
+            say(to, Text(f"NO TIME {t['build']}{part}: {t['refused']}", style=_STYLES["reject"]))
+    if any(t["ablation"] for t in found["timings"]):
+        say(to, "ablated: without a part, for what that costs; such a result is wrong, and nobody judged it")
     of = f"{found['case']}, N={found['n']} K={found['k']}, {sum(found['sizes'])} tokens, skew {found['skew']:.2f}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     how = f"{found['passes']} passes of {found['seconds']:g} s" + (", caches flushed" if found["flush"] else "")
     say(to, f"{of}; {found['device']}; {versions}; {how}")
-    limit = f"copy {found['copy'] / 1e12:.2f} TB/s; dequantizing first cannot be faster than"
-    say(to, f"{limit} {found['two_pass_limit']:.3f}x (3 bytes an element, then BF16)")
+    say(to, f"copy {found['copy'] / 1e12:.2f} TB/s, dense bf16 {found['dense'] / 1e12:.0f} TFLOP/s; dequantizing first")
+    say(to, f"cannot be faster than {found['two_pass_limit']:.3f}x (3 bytes an element, then BF16)")
 
 
 def print_timings(timings: Sequence[Timing], case: Case, device: str, to: Console) -> None:

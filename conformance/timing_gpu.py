@@ -4,6 +4,10 @@ A variant runs for `seconds` of back-to-back launches with no synchronisation be
 rotates from pass to pass. Clock, power and energy are read from NVML with every variant. Operands are random codes and
 scales, never zeros, and padding holds NaN.
 
+Asked for ablations it also times the variants of a build that leave a part out, to tell what that part costs in time
+and energy. Their results are wrong by intent: they are never judged, and nothing but their cost is told. A build offers
+them as an attribute of its callable, `ablations`: callables by what they do without.
+
 Before the first pass and after the last one a sample of every expert's output is held against the exact oracle, and
 between them the whole output must keep its bytes, and the operands theirs. It runs in a process of its own, with a
 request as JSON on standard input: a kernel that hangs or poisons the context costs that process only.
@@ -30,6 +34,7 @@ import numpy as np
 from mxgate import oracle
 from mxgate.conformance.case import Case
 from mxgate.kernels.build import BLOCK, Build, build_from
+from mxgate.kernels.tensors import to_array
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.quantize import MXArray
 
@@ -40,9 +45,12 @@ _START = _PATH + "from mxgate.conformance.timing_gpu import main; main(sys.argv[
 SHAPES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"16b": (1408, 2048, 8, 24480), "671b-up": (4096, 7168, 32, 8072), "671b-down": (7168, 2048, 32, 8072)}
 )
+DEVICE = "cuda"  # as torch calls it
 CHUNKS = 16  # samples of a pass, each the mean of a sixteenth of its calls
 SAMPLE = 32  # rows and columns of an expert's output that are held against the oracle
 SLACK = 96  # tokens by which the buffer is longer
+# Bytes of a copy, rows of a matrix, seconds: what the device's two ceilings are measured with.
+COPIED, SIDE, LOOK = 1 << 31, 8192, 0.3
 FLUSHED = 1 << 29  # bytes written between two calls with --flush: ten times the second-level cache
 
 
@@ -84,10 +92,12 @@ class GpuTiming:
     """One variant, in seconds of a call: median, 10th and 90th percentile of the samples, over `calls` calls.
 
     ratio: BF16's median over this one's. joules: of a call. clock: MHz, watts: means while it ran; None where they
-    could not be read. refused: why there is no time.
+    could not be read. refused: why there is no time. ablation: which part a variant of the build leaves out; it has no
+    TFLOP/s and no ratio.
     """
 
     build: str
+    ablation: str | None = None
     median: float = 0.0
     low: float = 0.0
     high: float = 0.0
@@ -101,9 +111,9 @@ class GpuTiming:
 
 
 def time_on_gpu(
-    builds: Sequence[Build], case: Case, *, seconds: float, passes: int, flush: bool, limit: float
+    builds: Sequence[Build], case: Case, *, seconds: float, passes: int, flush: bool, ablate: bool, limit: float
 ) -> dict[str, Any]:
-    """Run the timing in a process of its own. Its document: timings, the copy bandwidth, versions and the device.
+    """Run the timing in a process of its own. Its document: timings, the device's two ceilings, versions, the device.
 
     Raises RuntimeError with the last words of a process that failed or took longer than `limit` seconds.
     """
@@ -113,6 +123,7 @@ def time_on_gpu(
         "seconds": seconds,
         "passes": passes,
         "flush": flush,
+        "ablate": ablate,
     }
     with tempfile.NamedTemporaryFile(prefix="mxgate-") as answer:
         try:
@@ -190,10 +201,10 @@ def _planes(shape: tuple[int, ...], axis: int, used: int | None, generator: Any)
     """Random finite e4m3fn codes and scales 2^-3 .. 2^3 along `axis`; past `used` rows or columns NaN and 0xFF."""
     import torch
 
-    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda", generator=generator)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE, generator=generator)
     codes = torch.where(codes & 0x7F == 0x7F, 0x38, codes)
     blocks = tuple(size // BLOCK if i == axis else size for i, size in enumerate(shape))
-    scales = torch.randint(124, 131, blocks, dtype=torch.uint8, device="cuda", generator=generator)
+    scales = torch.randint(124, 131, blocks, dtype=torch.uint8, device=DEVICE, generator=generator)
     if used is not None and axis == len(shape) - 1 and len(shape) == 2:
         codes[:, used:], scales[:, used // BLOCK :] = 0x7F, 0xFF
     return codes.view(torch.float8_e4m3fn), scales.view(torch.float8_e8m0fnu)
@@ -202,8 +213,8 @@ def _planes(shape: tuple[int, ...], axis: int, used: int | None, generator: Any)
 def _operands(case: Case) -> tuple[Any, ...]:
     import torch
 
-    generator = torch.Generator("cuda").manual_seed(case.seed % (1 << 63))
-    offsets = torch.tensor(np.cumsum(case.sizes), dtype=torch.int32, device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(case.seed % (1 << 63))
+    offsets = torch.tensor(np.cumsum(case.sizes), dtype=torch.int32, device=DEVICE)
     m, n, k, experts = case.buffer, case.n, case.k, case.experts
     if case.op == "wgrad":
         planes = [_planes((rows, m), 1, case.tokens, generator) for rows in (n, k)]
@@ -221,12 +232,12 @@ def _baseline(case: Case) -> Callable[[], Any]:
 
     from mxgate.kernels import torch_cuda
 
-    generator = torch.Generator("cuda").manual_seed(case.seed % (1 << 63))
+    generator = torch.Generator(DEVICE).manual_seed(case.seed % (1 << 63))
 
     def normal(*shape: int) -> Any:
-        return torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16)
+        return torch.randn(shape, device=DEVICE, generator=generator, dtype=torch.bfloat16)
 
-    offsets = torch.tensor(np.cumsum(case.sizes), dtype=torch.int32, device="cuda")
+    offsets = torch.tensor(np.cumsum(case.sizes), dtype=torch.int32, device=DEVICE)
     m, n, k = case.buffer, case.n, case.k
     if case.op == "wgrad":
         dy_t, x_t = normal(n, m), normal(k, m)
@@ -235,13 +246,6 @@ def _baseline(case: Case) -> Callable[[], Any]:
     tokens = normal(m, k if case.op == "forward" else n)
     product = torch_cuda.bf16_forward if case.op == "forward" else torch_cuda.bf16_dgrad
     return lambda: product(tokens, w, offsets)
-
-
-def _numpy(t: Any, like: Any) -> Any:
-    import torch
-
-    width = torch.int16 if t.element_size() == 2 else torch.uint8
-    return t.contiguous().view(width).cpu().numpy().view(like)
 
 
 def _wrong(build: Build, case: Case, operands: tuple[Any, ...], out: Any) -> str | None:
@@ -260,10 +264,12 @@ def _wrong(build: Build, case: Case, operands: tuple[Any, ...], out: Any) -> str
         rows = np.sort(generator.choice(case.n if case.op == "wgrad" else size, SAMPLE, replace=False))
         wide = {"forward": case.n, "dgrad": case.k, "wgrad": case.k}[case.op]
         columns = np.sort(generator.choice(wide, SAMPLE, replace=False))
-        i, j = (torch.from_numpy(x).cuda() for x in (rows, columns))
+        i, j = (torch.from_numpy(x).to(DEVICE) for x in (rows, columns))
         if case.op == "wgrad":
             s = slice(t0 // BLOCK, t1 // BLOCK)
-            sides = (a[i, t0:t1], a_scales.view(torch.uint8)[i, s], b[j, t0:t1], b_scales.view(torch.uint8)[j, s])
+            x_codes, y_codes = (t.view(torch.uint8)[:, t0:t1] for t in (a, b))
+            x_bytes, y_bytes = (t.view(torch.uint8)[:, s] for t in (a_scales, b_scales))
+            sides = (x_codes[i], x_bytes[i], y_codes[j], y_bytes[j])
             got, ends, axis = out[g][i][:, j], np.array([size], np.int32), 1
         else:
             i = i + t0
@@ -271,15 +277,15 @@ def _wrong(build: Build, case: Case, operands: tuple[Any, ...], out: Any) -> str
             picked = (w[j], w_scales[j]) if case.op == "forward" else (w[:, j], w_scales[:, j])
             sides = (a.view(torch.uint8)[i], a_scales.view(torch.uint8)[i], picked[0][None], picked[1][None])
             got, ends, axis = out[i][:, j], np.array([SAMPLE], np.int32), 2 if case.op == "forward" else 1
-        x = MXArray(_numpy(sides[0], fp8), _numpy(sides[1], e8m0), 1, "e4m3fn")
-        y = MXArray(_numpy(sides[2], fp8), _numpy(sides[3], e8m0), axis, "e4m3fn")
+        x = MXArray(to_array(sides[0]).view(fp8), to_array(sides[1]).view(e8m0), 1, "e4m3fn")
+        y = MXArray(to_array(sides[2]).view(fp8), to_array(sides[3]).view(e8m0), axis, "e4m3fn")
         answer = getattr(oracle, case.op)(x, y, ends)
         lo, hi = answer.interval(build.accumulator, bf16)
-        bad = outside(_numpy(got, bf16).reshape(lo.shape), lo, hi)
+        bad = outside(to_array(got).reshape(lo.shape), lo, hi)
         if bad.any():
             at = np.argwhere(bad)[0][-2:]
             value = float(round_to(answer.value, bf16).reshape(-1, SAMPLE)[tuple(at)])
-            shown = float(_numpy(got, bf16).reshape(-1, SAMPLE)[tuple(at)])
+            shown = float(to_array(got).reshape(-1, SAMPLE)[tuple(at)])
             return (
                 f"{int(bad.sum())} of {bad.size} sampled elements of expert {g} are outside the interval of "
                 f"{build.accumulator}: row {rows[at[0]]}, column {columns[at[1]]} is {shown:g}, expected {value:g}"
@@ -323,14 +329,37 @@ def _sustained(call: Callable[[], Any], seconds: float, flush: Any) -> tuple[lis
     return [start.elapsed_time(stop) / 1e3 / each for start, stop in pairs], each * CHUNKS
 
 
+def _dense() -> float:
+    """FLOP a second of the product of two random bfloat16 matrices of 8192 x 8192."""
+    import torch
+
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    a, b = (
+        torch.randn(SIDE, SIDE, device=DEVICE, generator=generator, dtype=torch.float32).bfloat16() for _ in range(2)
+    )
+    samples, _ = _sustained(lambda: torch.matmul(a, b), LOOK, None)
+    return 2 * SIDE**3 / statistics.median(samples)
+
+
 def _bandwidth() -> float:
     """Bytes a second, read and written together, of copying 2 GiB."""
     import torch
 
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(COPIED, dtype=torch.uint8, device=DEVICE).random_()
     target = torch.empty_like(source)
-    samples, _ = _sustained(lambda: target.copy_(source), 0.3, None)
+    samples, _ = _sustained(lambda: target.copy_(source), LOOK, None)
     return 2 * source.numel() / statistics.median(samples)
+
+
+def traffic(case: Case, wide: bool = False) -> float:
+    """Bytes that a product moves if it reads each operand once and writes its result once: MXFP8's, or bfloat16's."""
+    m, n, k, experts = case.tokens, case.n, case.k, case.experts
+    read, written = {
+        "wgrad": (m * (n + k), experts * n * k),
+        "forward": (m * k + experts * n * k, m * n),
+        "dgrad": (m * n + experts * n * k, m * k),
+    }[case.op]
+    return 2.0 * written + read * (2.0 if wide else 1 + 1 / BLOCK)
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
@@ -351,11 +380,12 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     builds = [build_from(record) for record in request["builds"]]
     case = case_of(**request["case"])
     operands = _operands(case)
-    flush = torch.empty(FLUSHED, dtype=torch.uint8, device="cuda") if request["flush"] else None
+    flush = torch.empty(FLUSHED, dtype=torch.uint8, device=DEVICE) if request["flush"] else None
     refused: dict[str, str] = {}
     calls: dict[str, Callable[[], Any]] = {"bf16": _baseline(case)}
     kept: dict[str, Any] = {}
     given = [t.clone() for t in operands]
+    ablated: dict[str, tuple[str, str]] = {}  # build and part, by name
     for build in builds:
         try:
             function = build.load()
@@ -372,7 +402,20 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
                 t.copy_(before)
         elif (wrong := _wrong(build, case, operands, kept[build.id])) is not None:
             refused[build.id] = f"wrong before timing: {wrong}"
+        for what, variant in getattr(function, "ablations", {}).items() if request["ablate"] else ():
+            name = f"{build.id}, {what}"
+            ablated[name] = build.id, what
+            calls[name] = lambda variant=variant: variant(*operands)  # type: ignore[misc]
     calls["bf16"]()  # its first call sets things up, and would be taken for a slow one
+    for name, (of, _) in ablated.items():
+        if of in refused:
+            refused[name] = refused[of]
+            continue
+        try:
+            calls[name]()
+            torch.cuda.synchronize()
+        except Exception as error:
+            refused[name] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     meter = _Meter()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counted: dict[str, int] = dict.fromkeys(calls, 0)
@@ -392,7 +435,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
             samples[name] += found
             counted[name] += count
             power[name].append((*meter.means, None if flush is not None else joules))
-    bandwidth = _bandwidth()
+    bandwidth, dense = _bandwidth(), _dense()
     for build in builds:
         if build.id not in refused:
             out = calls[build.id]()
@@ -404,14 +447,14 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     work = 2e-12 * case.n * case.k * case.tokens
     timings = []
     for name in names:
-        if name in refused:
-            timings.append(GpuTiming(name, refused=refused[name]))
+        of, what = ablated.get(name, (name, None))
+        if (why := refused.get(of) or refused.get(name)) is not None:
+            timings.append(GpuTiming(of, what, refused=why))
             continue
         low, median, high = (float(q) for q in np.percentile(samples[name], (10, 50, 90)))
         clock, watts, joules = (_mean([p[i] for p in power[name]]) for i in range(3))
-        timings.append(
-            GpuTiming(name, median, low, high, counted[name], work / median, base / median, joules, clock, watts)
-        )
+        done = (0.0, None) if what else (work / median, base / median)
+        timings.append(GpuTiming(of, what, median, low, high, counted[name], *done, joules, clock, watts))
     m = case.tokens
     elements = {"wgrad": m * (case.n + case.k), "forward": m * case.k, "dgrad": m * case.n}[case.op]
     elements += 0 if case.op == "wgrad" else case.experts * case.n * case.k
@@ -427,6 +470,10 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
         "passes": request["passes"],
         "flush": request["flush"],
         "copy": bandwidth,
+        "dense": dense,
+        # FLOP a byte with ideal reuse, of MXFP8 operands and of bfloat16 ones.
+        "intensity": 1e12 * work / traffic(case),
+        "intensity_bf16": 1e12 * work / traffic(case, wide=True),
         # One byte read and two written for each element, then the BF16 product.
         "two_pass_limit": base / (base + 3 * elements / bandwidth),
         "timings": [asdict(t) for t in timings],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import asdict
@@ -16,25 +17,30 @@ from mxgate.kernels.gpu import is_emulated, is_gpu
 
 def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("certificate", nargs="+", type=Path, metavar="CERTIFICATE", help="a file of .mxgate/certificates")
-    sub.add_argument("--case", metavar="ID", help="the case to time (default: the largest that all certificates cover)")
-    sub.add_argument("--rounds", type=common.COUNT, default=8, metavar="N", help="rounds that count (default 8)")
+    sub.add_argument(
+        "--case", metavar="ID", help="on a CPU: the case to time (default: the largest that all certificates cover)"
+    )
+    sub.add_argument("--rounds", type=common.COUNT, metavar="N", help="rounds that count (default 8; on a GPU 2)")
+    sub.add_argument(
+        "--seconds", type=common.NUMBER, metavar="S", help="how long a build runs in a round (default 0.3; on a GPU 3)"
+    )
     sub.add_argument(
         "--shape",
         choices=("16b", "671b-up", "671b-down"),
-        default="16b",
         help="on a GPU: the layer's shape (default 16b)",
     )
     sub.add_argument(
         "--routing",
         choices=("uniform", "ramp", "shift32", "skew2"),
-        default="ramp",
         help="on a GPU: how tokens are spread over experts (default ramp, to 1.5 times the mean)",
     )
-    sub.add_argument("--quick", action="store_true", help="on a GPU: 0.3 s a variant and pass instead of 3 s")
+    sub.add_argument("--quick", action="store_true", help="on a GPU: 0.3 s a build and round instead of 3 s")
     sub.add_argument("--flush", action="store_true", help="on a GPU: overwrite its caches before every call")
-    sub.add_argument("--out", type=Path, default=common.STATE, metavar="DIR", help="on a GPU: where timings.jsonl goes")
     sub.add_argument(
-        "--seconds", type=common.NUMBER, default=0.3, metavar="S", help="how long a build runs in a round (default 0.3)"
+        "--ablate", action="store_true", help="on a GPU: also variants without dots or reads, for what those cost"
+    )
+    sub.add_argument(
+        "--out", type=Path, metavar="DIR", help="on a GPU: where timings.jsonl and plots go (default .mxgate)"
     )
     common.limits(sub)
     common.as_json(sub)
@@ -56,6 +62,7 @@ def command(args: argparse.Namespace) -> int:
         on_gpu = {is_gpu(one.build.device) for _, one in held}
         if len(on_gpu) > 1:
             raise UsageError("some of these builds run on a GPU and some do not; time them in two runs")
+        _elsewhere(args, on_gpu == {True})
         if on_gpu == {True}:
             return _time_on_gpu(args, held, certified)
         if args.case is not None:
@@ -80,8 +87,8 @@ def command(args: argparse.Namespace) -> int:
         timings = timing.time_builds(
             builds,
             case,
-            rounds=args.rounds,
-            seconds=args.seconds,
+            rounds=args.rounds or 8,
+            seconds=args.seconds or 0.3,
             limits=Limits(args.time_limit, args.memory_limit),
             watch=step,
         )
@@ -96,32 +103,62 @@ def command(args: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
+def _elsewhere(args: argparse.Namespace, on_gpu: bool) -> None:
+    """UsageError for an option of `time` that means something on the other kind of device alone."""
+    of_gpu = ("shape", "routing", "quick", "flush", "ablate", "out")
+    given = [name for name in (("case",) if on_gpu else of_gpu) if getattr(args, name) not in (None, False)]
+    if given and on_gpu:
+        raise UsageError("--case chooses among a CPU's cases; on a GPU give --shape and --routing")
+    if given:
+        raise UsageError(f"--{given[0]} is for builds on a GPU; these run on the CPU")
+
+
 def _time_on_gpu(args: argparse.Namespace, held: Any, certified: Any) -> int:
-    """The part of `time` for builds on a GPU. Raises CertificateError as command does."""
+    """The part of `time` for builds on a GPU. Raises CertificateError as cmd_time does."""
     from mxgate.conformance import certificate
     from mxgate.conformance import report as text
     from mxgate.conformance.timing_gpu import case_of, time_on_gpu
 
-    case = case_of(held[0][1].build.op, args.shape, args.routing)
+    op = held[0][1].build.op
+    if op == "quantize":
+        raise UsageError("quantizers are not timed on a GPU; expected certificates of forward, dgrad or wgrad")
+    case = case_of(op, args.shape or "16b", args.routing or "ramp")
     for path, one in held:
         certificate.covers(path, one, case, certified[path])
     builds = list({one.build.id: one.build for _, one in held}.values())
-    seconds, passes = (0.3, 2) if args.quick else (3.0, 2)
+    out = common.writable(args.out or common.STATE)
+    seconds, passes = args.seconds or (0.3 if args.quick else 3.0), args.rounds or 2
+    # What is measured, compiling and judging before it, and room for a slow launch.
+    limit = args.time_limit * (2 + len(builds)) + 5 * seconds * passes * (1 + len(builds))
     try:
         found = time_on_gpu(
-            builds, case, seconds=seconds, passes=passes, flush=args.flush, limit=args.time_limit * (2 + len(builds))
+            builds, case, seconds=seconds, passes=passes, flush=args.flush, ablate=args.ablate, limit=limit
         )
     except RuntimeError as error:
         print(f"mxgate: {error}", file=sys.stderr)
         return 1
-    out = common.writable(args.out)
-    with (out / "timings.jsonl").open("a") as lines:
+    lines = out / "timings.jsonl"
+    with lines.open("a") as file:
         for timing in found["timings"]:
-            lines.write(json.dumps({**{k: v for k, v in found.items() if k != "timings"}, **timing}) + "\n")
+            file.write(json.dumps({**{k: v for k, v in found.items() if k != "timings"}, **timing}) + "\n")
+    wrote = f"{lines}{_plot_times(lines, found['device'])}"
     if args.json:
         common.print_json({"command": "time", **found})
     else:
         to = text.console()
         text.print_gpu_timings(found, to)
-        text.say(to, f"wrote {out}/timings.jsonl")
+        text.say(to, f"wrote {wrote}")
     return int(any(timing["refused"] for timing in found["timings"]))
+
+
+def _plot_times(lines: Path, device: str) -> str:
+    """Draw all that timings.jsonl has of the device; what was written, in words."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "; for plots: pip install 'mxgate[report]'"
+    from mxgate.conformance import timing_plot
+
+    if not (known := timing_plot.latest(lines, device)):
+        return ""
+    timing_plot.roofline(known, lines.with_name("roofline.svg"))
+    timing_plot.bars(known, lines.with_name("times.svg"))
+    return ", roofline.svg, times.svg"

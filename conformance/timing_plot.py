@@ -1,0 +1,101 @@
+"""What `mxgate time` measured on a GPU, drawn: a roofline, and bars with their spread. Needs matplotlib."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Line = Mapping[str, Any]
+_MARKS = "osD^vP*X"
+_BASE = "bf16"
+
+
+def latest(path: Path, device: str) -> list[Line]:
+    """The last line of each case and build on a device in timings.jsonl that has a time and is no ablation."""
+    found: dict[tuple[str, str], Line] = {}
+    for text in path.read_text().splitlines():
+        line = json.loads(text)
+        if line["device"] == device and line["refused"] is None and line["ablation"] is None:
+            found[line["case"], line["build"]] = line
+    return list(found.values())
+
+
+def roofline(lines: Sequence[Line], path: Path) -> None:
+    """Each build at the intensity that its case has with ideal reuse, under the ceilings that were measured with it.
+
+    lines: of one device, as in timings.jsonl. The ceilings are the highest of all lines: of one copy, and of a dense
+    bfloat16 product."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    copy, dense = (max(line[name] for line in lines) for name in ("copy", "dense"))
+    places = [line["intensity"] for line in lines] + [line["intensity_bf16"] for line in lines]
+    x = np.geomspace(min(*places, dense / copy) / 3, max(*places, dense / copy) * 3, 200)
+    axes.plot(x, np.minimum(x * copy, dense) / 1e12, color="black", linewidth=1)
+    axes.annotate(f"dense bf16, {dense / 1e12:.0f} TFLOP/s", (x[-1], dense / 1e12), ha="right", va="bottom", fontsize=8)
+    axes.annotate(f"copy, {copy / 1e12:.2f} TB/s", (x[8], x[8] * copy / 1e12), ha="left", va="top", fontsize=8)
+    builds = sorted({line["build"].rpartition("/")[2] for line in lines}, key=lambda name: (name != _BASE, name))
+    seen: set[str] = set()
+    for number, build in enumerate(builds):
+        mine = [line for line in lines if line["build"].rpartition("/")[2] == build]
+        at = [line["intensity_bf16" if build == _BASE else "intensity"] for line in mine]
+        color = "0.4" if build == _BASE else f"C{number}"
+        axes.plot(at, [line["tflops"] for line in mine], _MARKS[number % len(_MARKS)], color=color, label=build)
+    for line in lines:  # a case is named once, under its lowest point
+        if line["case"] not in seen and line["build"] != _BASE:
+            seen.add(line["case"])
+            low = min(one["tflops"] for one in lines if one["case"] == line["case"] and one["build"] != _BASE)
+            axes.annotate(
+                line["case"], (line["intensity"], low), (0, -10), textcoords="offset points", fontsize=7, rotation=-90,
+                ha="center", va="top",
+            )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="FLOP a byte, each operand read once", ylabel="TFLOP/s")
+    axes.set_title(f"{lines[0]['device']}: medians, sustained", fontsize=10)
+    low = min(line["tflops"] for line in lines)
+    axes.set_ylim(low / 6, dense / 1e12 * 1.6)
+    axes.set_xlim(x[0], x[-1])
+    axes.grid(alpha=0.3, which="both", linewidth=0.5)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.savefig(path)
+
+
+def bars(lines: Sequence[Line], path: Path) -> None:
+    """A bar a build, case under case: BF16's median over the build's, with the 10th to the 90th percentile, and the
+    limit of two passes."""
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(line["case"] for line in lines))
+    rows = [(case, line) for case in cases for line in lines if line["case"] == case]
+    rows = [(case, line) for case, line in rows if line["ratio"] is not None]
+    figure = Figure(figsize=(9, 0.9 + 0.27 * (len(rows) + len(cases))), layout="constrained")
+    axes = figure.subplots()
+    y, at, names = 0.0, [], []
+    for case in cases:
+        mine = [line for of, line in rows if of == case]
+        first = y
+        for line in mine:
+            base = line["ratio"] * line["median"]
+            value, low, high = (base / line[name] for name in ("median", "high", "low"))
+            color = "0.6" if line["build"] == _BASE else "C0"
+            spread = [[value - low], [high - value]]
+            axes.barh(y, value, 0.7, xerr=spread, color=color, error_kw={"capsize": 2, "elinewidth": 1})
+            axes.annotate(f"{value:.3f}", (0.01, y), va="center", fontsize=7, color="white")
+            at.append(y)
+            names.append(line["build"].rpartition("/")[2])
+            y += 1
+        limit = mine[0]["two_pass_limit"]
+        axes.plot([limit, limit], [first - 0.5, y - 0.5], color="C3", linewidth=1)
+        axes.annotate(
+            case, (1.0, first - 0.62), fontsize=8, va="bottom", ha="right", xycoords=("axes fraction", "data")
+        )
+        y += 0.9
+    axes.set_yticks(at, names, fontsize=8)
+    axes.set_ylim(y - 0.9, -1.4)
+    axes.set_xlabel("times as fast as BF16 grouped_mm in the same run (line: two passes cannot be faster)", fontsize=9)
+    axes.set_title(f"{lines[0]['device']}: medians, 10 % .. 90 %", fontsize=10)
+    figure.savefig(path)

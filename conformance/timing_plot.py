@@ -35,32 +35,33 @@ def roofline(lines: Sequence[Line], path: Path) -> None:
     axes = figure.subplots()
     copy, dense = (max(line[name] for line in lines) for name in ("copy", "dense"))
     places = [line["intensity"] for line in lines] + [line["intensity_bf16"] for line in lines]
-    x = np.geomspace(min(*places, dense / copy) / 3, max(*places, dense / copy) * 3, 200)
+    x = np.geomspace(min(*places, dense / copy) / 2, max(*places, dense / copy) * 2, 200)
     axes.plot(x, np.minimum(x * copy, dense) / 1e12, color="black", linewidth=1)
     axes.annotate(f"dense bf16, {dense / 1e12:.0f} TFLOP/s", (x[-1], dense / 1e12), ha="right", va="bottom", fontsize=8)
     axes.annotate(f"copy, {copy / 1e12:.2f} TB/s", (x[8], x[8] * copy / 1e12), ha="left", va="top", fontsize=8)
     builds = sorted({line["build"].rpartition("/")[2] for line in lines}, key=lambda name: (name != _BASE, name))
-    seen: set[str] = set()
     for number, build in enumerate(builds):
         mine = [line for line in lines if line["build"].rpartition("/")[2] == build]
         at = [line["intensity_bf16" if build == _BASE else "intensity"] for line in mine]
         color = "0.4" if build == _BASE else f"C{number}"
         axes.plot(at, [line["tflops"] for line in mine], _MARKS[number % len(_MARKS)], color=color, label=build)
-    for line in lines:  # a case is named once, under its lowest point
-        if line["case"] not in seen and line["build"] != _BASE:
-            seen.add(line["case"])
-            low = min(one["tflops"] for one in lines if one["case"] == line["case"] and one["build"] != _BASE)
-            axes.annotate(
-                line["case"], (line["intensity"], low), (0, -10), textcoords="offset points", fontsize=7, rotation=-90,
-                ha="center", va="top",
-            )  # fmt: skip
+    at_of = {line["case"]: line["intensity"] for line in lines}
+    labels: list[list[str]] = []  # cases so near to each other that they share a place
+    for case in sorted(at_of, key=lambda name: at_of[name]):
+        if labels and at_of[case] < 1.07 * at_of[labels[-1][0]]:
+            labels[-1].append(case)
+        else:
+            labels.append([case])
+    low = min(line["tflops"] for line in lines)
+    for names in labels:
+        place, how = (at_of[names[-1]], 0.85 * low), {"rotation": 90, "ha": "center", "va": "top", "fontsize": 7}
+        axes.annotate("\n".join(names), place, **how)
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte, each operand read once", ylabel="TFLOP/s")
     axes.set_title(f"{lines[0]['device']}: medians, sustained", fontsize=10)
-    low = min(line["tflops"] for line in lines)
-    axes.set_ylim(low / 6, dense / 1e12 * 1.6)
+    axes.set_ylim(low / 4, dense / 1e12 * 1.5)
     axes.set_xlim(x[0], x[-1])
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower left")
     figure.savefig(path)
 
 

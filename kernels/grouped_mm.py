@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxgate import oracle
 from mxgate.kernels.build import BLOCK, Build, BuildError, registry
+from mxgate.kernels.gpu import is_gpu
 from mxgate.kernels.tensors import to_array, to_tensor
 
 OPS = ("forward", "dgrad", "wgrad")
@@ -64,8 +65,9 @@ class Recipe:
         if op not in self._loaded:
             self._loaded[op] = build.load()
         if build.arrays == "torch":
-            out: Tensor = self._loaded[op](*operands)
-            return out
+            given = [t.cuda() for t in operands] if is_gpu(build.device) else operands
+            out: Tensor = self._loaded[op](*given)
+            return out.to(operands[0].device)
         return to_tensor(self._loaded[op](*(to_array(t) for t in operands))).to(operands[0].device)
 
     def quantize(self, x: Tensor, axis: int, format: str, *, gradient: bool = False) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mxgate import oracle
 from mxgate.kernels.build import BuildError, registry
-from mxgate.kernels.grouped_mm import grouped_mm, mx_weight, recipe
+from mxgate.kernels.grouped_mm import Recipe, grouped_mm, mx_weight, recipe
 from mxgate.kernels.tensors import to_array
 
 ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)
@@ -118,3 +118,20 @@ def test_what_is_refused() -> None:
         with pytest.raises(BuildError, match=words):
             recipe(**how)
     assert "wgrad/torch_dequant" in registry()
+
+
+def test_a_gpu_builds_operands_go_there_and_its_result_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU is this CPU, under a count of what is sent to it."""
+    sent: list[tuple[int, ...]] = []
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: sent.append(tuple(tensor.shape)) or tensor)
+    x, w, dy = operands()
+    here = [registry()[f"{op}/torch_dequant"] for op in ("forward", "dgrad", "wgrad")]
+    found = []
+    for builds in (here, [replace(build, device="cuda") for build in here]):
+        given = [t.clone().requires_grad_() for t in (x, w)]
+        y = grouped_mm(*given, ENDS, Recipe(*builds))
+        y.backward(dy)
+        found.append([y, *(t.grad for t in given)])
+    assert len(sent) == 3 * 5
+    for one, other in zip(*found, strict=True):
+        assert one.device == other.device and torch.equal(one.view(torch.int16), other.view(torch.int16))

@@ -453,8 +453,8 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
             continue
         low, median, high = (float(q) for q in np.percentile(samples[name], (10, 50, 90)))
         clock, watts, joules = (_mean([p[i] for p in power[name]]) for i in range(3))
-        done = (0.0, None) if what else (work / median, base / median)
-        timings.append(GpuTiming(of, what, median, low, high, counted[name], *done, joules, clock, watts))
+        tflops, ratio = (0.0, None) if what else (work / median, base / median)
+        timings.append(GpuTiming(of, what, median, low, high, counted[name], tflops, ratio, joules, clock, watts))
     m = case.tokens
     elements = {"wgrad": m * (case.n + case.k), "forward": m * case.k, "dgrad": m * case.n}[case.op]
     elements += 0 if case.op == "wgrad" else case.experts * case.n * case.k

@@ -54,8 +54,8 @@ def roofline(lines: Sequence[Line], path: Path) -> None:
             labels.append([case])
     low = min(line["tflops"] for line in lines)
     for names in labels:
-        place, how = (at_of[names[-1]], 0.85 * low), {"rotation": 90, "ha": "center", "va": "top", "fontsize": 7}
-        axes.annotate("\n".join(names), place, **how)
+        place = (at_of[names[-1]], 0.85 * low)
+        axes.annotate("\n".join(names), place, rotation=90, ha="center", va="top", fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte, each operand read once", ylabel="TFLOP/s")
     axes.set_title(f"{lines[0]['device']}: medians, sustained", fontsize=10)
     axes.set_ylim(low / 4, dense / 1e12 * 1.5)

@@ -122,16 +122,21 @@ def test_what_is_refused() -> None:
 
 def test_a_gpu_builds_operands_go_there_and_its_result_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is this CPU, under a count of what is sent to it."""
-    sent: list[tuple[int, ...]] = []
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: sent.append(tuple(tensor.shape)) or tensor)
+    sent = []
+
+    def cuda(tensor: torch.Tensor) -> torch.Tensor:
+        sent.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "cuda", cuda)
     x, w, dy = operands()
     here = [registry()[f"{op}/torch_dequant"] for op in ("forward", "dgrad", "wgrad")]
     found = []
     for builds in (here, [replace(build, device="cuda") for build in here]):
-        given = [t.clone().requires_grad_() for t in (x, w)]
-        y = grouped_mm(*given, ENDS, Recipe(*builds))
-        y.backward(dy)
-        found.append([y, *(t.grad for t in given)])
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = grouped_mm(x, w, ENDS, Recipe(builds[0], builds[1], builds[2]))
+        torch.autograd.backward(y, dy)
+        found.append([y, x.grad, w.grad])
     assert len(sent) == 3 * 5
     for one, other in zip(*found, strict=True):
         assert one.device == other.device and torch.equal(one.view(torch.int16), other.view(torch.int16))

@@ -182,7 +182,7 @@ class Child:
             if what is None:
                 self._upload(case, spec.variant, operands)
             shape, dtype = _result(case, operands)
-            self._held = max(self._held, self._given + int(np.prod(shape)) * _dtype(dtype).itemsize)
+            self._held = max(self._held, self._given + int(np.prod(shape)) * dtype_of(dtype).itemsize)
             asked = {
                 "do": "call",
                 "variant": spec.variant,

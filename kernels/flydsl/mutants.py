@@ -511,6 +511,10 @@ def judge(mutant: Mutant) -> Outcome:
             how, detail = _try_order(kernel, order)
             if how is not None:
                 return Outcome(mutant, how, detail)
+    else:
+        how, detail = _try_wide(kernel)
+        if how is not None:
+            return Outcome(mutant, how, detail)
     how, detail = _try_far(mutant.kernel, kernel)
     if how is not None:
         return Outcome(mutant, how, detail)
@@ -646,6 +650,35 @@ def _try_far(name: str, kernel: gfx950.Kernel) -> tuple[str | None, str]:
     return ("wrong address", f"far: {len(wrong)} such as {wrong[0]}") if wrong else (None, "")
 
 
+# Rows of which half a tile more or less shows in the division of prepare's block numbers by their half tiles.
+WIDE = ((32, 32), 1 << 15, 1 << 15, 64)  # sizes, N, K, M
+
+
+@functools.cache
+def _wide_setting() -> tuple[wgrad.Plan, tuple[Array, ...], Mapping[str, Array]]:
+    sizes, n, k, m = WIDE
+    plan, operands = wgrad.launch_plan("shipping", n, k, m, len(sizes)), _operands(sizes, n, k, m, (), 0)
+    return plan, operands, _shuffled(_true("prepare"), plan, operands)
+
+
+def _shuffled(kernel: gfx950.Kernel, plan: wgrad.Plan, operands: tuple[Array, ...]) -> Mapping[str, Array]:
+    """The scratch buffers as a prepare kernel fills them; dW is none of its."""
+    buffers = dict(zip(wgrad.OPERANDS, (a.copy() for a in operands), strict=True))
+    scratch = {name: np.full(size, 0xFF, np.uint8) for name, size in plan.scratch.items()}
+    _call(kernel, plan.calls[0], {**buffers, **scratch}, hazards=False, batch=2048)
+    return scratch
+
+
+def _try_wide(kernel: gfx950.Kernel) -> tuple[str | None, str]:
+    plan, operands, want = _wide_setting()
+    try:
+        got = _shuffled(kernel, plan, operands)
+    except (gfx950.RunError, _BadDescriptor, IndexError, OverflowError, MemoryError, ValueError, KeyError) as error:
+        return "crash", f"wide: {type(error).__name__}: {error}"
+    wrong = sum(int(np.count_nonzero(got[name] != want[name])) for name in want)
+    return ("wrong bytes", f"wide: {wrong} shuffled scales") if wrong else (None, "")
+
+
 # ---------------------------------------------------------------- survivors
 
 
@@ -674,18 +707,21 @@ def _any(lines: Sequence[str], pattern: str) -> re.Match[str] | None:
 
 
 @functools.cache
-def _one_correction() -> bool:
-    """Whether the division by reciprocal is never two too small: dividends below 2^20, divisors to 512, which are the
+def _corrections(refined: bool) -> int:
+    """How many too small the division by reciprocal ever is: dividends below 2^20, divisors to 512, which are the
     grids and tiles of an expert. The quotient steps up at a multiple, so that and what is just below are tried."""
+    most = 0
     for divisor in range(1, 513):
         scaled = np.float32(1) / np.float32(divisor) * np.array(0x4F7FFFFE, np.uint32).view(np.float32)
         estimate = int(scaled)
-        estimate += estimate * (-divisor * estimate % (1 << 32)) >> 32
+        if refined:
+            estimate += estimate * (-divisor * estimate % (1 << 32)) >> 32
         multiples = np.arange(0, 1 << 20, divisor, dtype=np.int64)
         for n in (multiples, multiples + divisor - 1):
-            if int((n // divisor - (n * estimate >> 32)).max()) > 1:
-                return False
-    return True
+            short = n // divisor - (n * estimate >> 32)
+            assert int(short.min()) >= 0
+            most = max(most, int(short.max()))
+    return most
 
 
 def _second_correction(mutant: Mutant, _: re.Match[str]) -> bool:
@@ -697,13 +733,33 @@ def _second_correction(mutant: Mutant, _: re.Match[str]) -> bool:
             return False
         earlier = earlier[:2]
     step = re.fullmatch(r"s_add_i32 s\d+, s\d+, 1", earlier[1])
-    return step is not None and earlier[0].startswith("s_cselect_b32") and _one_correction()
+    return step is not None and earlier[0].startswith("s_cselect_b32") and _corrections(True) <= 1
 
 
 def _first_correction(mutant: Mutant, _: re.Match[str]) -> bool:
     later = _around(mutant, 0, 4)[1]
     names = [line.split()[0] for line in later]
-    return names == ["s_cselect_b32", "s_cselect_b32", "s_add_i32", "s_cmp_ge_u32"] and _one_correction()
+    return names == ["s_cselect_b32", "s_cselect_b32", "s_add_i32", "s_cmp_ge_u32"] and _corrections(True) <= 1
+
+
+def _unrefined(mutant: Mutant, found: re.Match[str]) -> bool:
+    """Whether it is the reciprocal's refinement that goes elsewhere: to a register which is read only behind a branch
+    that is not taken on this way, its flag having been cleared."""
+    earlier, later = _around(mutant, 2, 1000)
+    step = re.fullmatch(rf"s_mul_hi_u32 {found[2]}, {found[1]}, {found[2]}", earlier[1])
+    used = re.fullmatch(rf"s_mul_hi_u32 s\d+, s\d+, {found[1]}", later[0])
+    read = next((i for i, line in enumerate(later) if re.search(rf", {found[3]}\b", line)), len(later))
+    cleared = [flag[1] for line in later[:read] if (flag := re.fullmatch(r"s_mov_b64 (\S+), 0", line))]
+    guard = next(
+        (i for i, line in enumerate(later[:read]) if any(line == f"s_and_b64 vcc, exec, {f}" for f in cleared)), None
+    )
+    return (
+        step is not None
+        and used is not None
+        and guard is not None
+        and later[guard + 1].startswith("s_cbranch_vccz ")
+        and _corrections(False) <= 2
+    )
 
 
 def _lane_zero(mutant: Mutant, found: re.Match[str]) -> bool:
@@ -883,6 +939,16 @@ REASONS: tuple[Reason, ...] = (
         "equivalent: a first correction of the division left out at a multiple is made by the second",
         r"s_cmp_ge_u32 (s\d+, s\d+) -> s_cmp_gt_u32 \1",
         _first_correction,
+    ),
+    Reason(
+        "equivalent: the reciprocal needs no refinement (as above), and the other register is not read on this way",
+        r"s_add_i32 (s\d+), \1, (s\d+) -> s_add_i32 (s\d+), \1, \2",
+        _unrefined,
+    ),
+    Reason(
+        "equivalent: a shift takes the low five bits of its count",
+        r"((?:s_lsh[lr]|s_ashr)_[bi]32 \S+, \S+,|(?:v_lsh[lr]|v_ashr)rev_[bi]32_e\d+ \S+,) (\w+)(.*) -> \1 (\w+)\3",
+        lambda _, found: int(found[2], 0) % 32 == int(found[4], 0) % 32,
     ),
     Reason(
         "equivalent: lane 0 then loads at offset -4, which is out of range as well and gives the same zero",

@@ -102,6 +102,9 @@ EQUIVALENT = (
     ("prepare", "s_cmp_lt_u32 s24, s21", "s_cmp_le_u32 s24, s21", "by its buffer's bound"),
     ("prepare", "v_cndmask_b32_e32 v0, v6, v0, vcc", "v_mov_b32_e32 v0, v0", "by its buffer's bound"),
     ("prepare", "v_mov_b32_e32 v4, 0", "v_mov_b32_e32 v4, 16", "with no expert only"),
+    ("prepare", "s_add_i32 s2, s2, s1", "s_add_i32 s28, s2, s1", "needs no refinement"),
+    ("prepare", "v_lshrrev_b32_e32 v2, 4, v1", "v_lshrrev_b32_e32 v2, 0x104, v1", "low five bits"),
+    ("prepare", "s_lshr_b32 s6, s22, 5", "s_lshr_b32 s6, s22, 0x105", "low five bits"),
 )
 NOT_SHOWN = (
     ("shipping", "s_cselect_b32 s24, 2, 1", "s_mov_b32 s24, 2"),
@@ -111,6 +114,8 @@ NOT_SHOWN = (
     ("prepare", "v_bfrev_b32_e32 v7, 1", "v_bfrev_b32_e32 v7, 2"),
     ("prepare", "s_cmp_lt_u32 s33, s0", "s_cmp_le_u32 s33, s0"),
     ("prepare", "s_mov_b32 s5, 0", "s_mov_b32 s7, 0"),
+    ("prepare", "s_add_i32 s2, s2, s1", "s_add_i32 s1, s2, s1"),
+    ("prepare", "s_lshr_b32 s6, s22, 5", "s_lshr_b32 s6, s22, 6"),
 )
 
 
@@ -143,6 +148,7 @@ def test_a_block_for_no_experts_is_one_that_the_count_of_experts_leads_to() -> N
         ("s_mov_b32 s19, 0x27000", "s_mov_b32 s19, 0x27010", "descriptor"),
         ("s_mul_hi_u32 s5, s17, s6", "s_mul_hi_u32 s5, s14, s6", "wrong address"),
         ("v_cmp_ne_u32_e32 vcc, 0, v9", "v_cmp_ne_u32_e32 vcc, 0x100, v9", "wrong bytes"),
+        ("s_add_i32 s2, s2, s1", "s_add_i32 s2, s2, s28", "wrong bytes"),
     ],
 )
 def test_what_bytes_of_small_cases_alone_do_not_show(before: str, after: str, how: str) -> None:

@@ -168,11 +168,15 @@ def interval(value: F64, magnitude: F64, terms: NDArray[Any], name: str, out_dty
 def outside(out: NDArray[Any], lo: F64, hi: F64) -> NDArray[np.bool_]:
     """Where `out` is not provably inside [lo, hi]; the same shape as all three.
 
-    The accepting condition, negated: a NaN passes only where the ends are NaN too, and a number never does there.
+    The accepting condition, negated. A number passes inside the ends, and never where they are NaN. A NaN passes where
+    they are NaN, and where they are the whole line: a sum that may overflow half-way may do so both ways, and infinity
+    less infinity is NaN. (A float16 has the whole line also where a sum cancels by more than its range; a NaN that could
+    not be is taken there.)
     """
     if not out.shape == lo.shape == hi.shape:
         raise ValueError(f"output has shape {out.shape}; expected {lo.shape}, as its interval")
     with np.errstate(invalid="ignore"):  # a signalling NaN is one of the things to find
         x = out.astype(np.float64)
-    inside = ((x >= lo) & (x <= hi)) | (np.isnan(x) & np.isnan(lo) & np.isnan(hi))
+    anything = (np.isnan(lo) & np.isnan(hi)) | ((lo == -np.inf) & (hi == np.inf))
+    inside = ((x >= lo) & (x <= hi)) | (np.isnan(x) & anything)
     return np.asarray(~inside)

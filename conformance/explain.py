@@ -13,23 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mxgate.conformance.gates import bits, decoded, owned, place, usable
+from mxgate.conformance.gates import decoded, owned, usable
 from mxgate.conformance.hypotheses import BLOCK, NAMES, View, cut, factors, hypotheses, values, view_of
 from mxgate.conformance.launch import Array, Evidence, Launch
 from mxgate.conformance.verdict import Finding
+from mxgate.conformance.where import AXES, Bool, among, bits, groups, place, steps, unequal
 from mxgate.oracle import ACCUMULATORS, PROFILES, SCALE_RULES, Answer, MXArray, quantize
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.formats import FORMATS, float32_bits
-
-I64 = NDArray[np.int64]
-Bool = NDArray[np.bool_]
 
 TILE = 16
 WORK = 1 << 27  # multiply-adds above which no hypothesis is tried
@@ -75,9 +72,14 @@ def explanation(e: Evidence, finding: Finding) -> Explanation:
             facts, causes = _quantizer(e, launch, e.answer)
         elif isinstance(e.answer, Answer):
             facts, causes = _gemm(e, launch, e.answer, finding)
-    if not causes:
-        causes = tuple(Cause(cause, "possible") for word, cause in _WORDS if word in finding.what)[:1]
+    if not causes and (cause := guess(finding)) is not None:
+        causes = (cause,)
     return Explanation(finding.gate, finding.what, finding.where, facts, causes)
+
+
+def guess(finding: Finding) -> Cause | None:
+    """What a finding's words alone suggest."""
+    return next((Cause(cause, "possible") for word, cause in _WORDS if word in finding.what), None)
 
 
 _WORDS = (
@@ -91,7 +93,7 @@ _WORDS = (
     ("returned", "the output's shape or type follows something else than the contract"),
     ("changed its inputs", "it writes to an operand's tokens; only bytes past the last token may be cleared in place"),
     ("are not +0", "an empty expert is given a sum or a stale accumulator, and no store of zeros"),
-    ("raised", "an exception of the build itself: its text is above"),
+    ("raised", "it is called with what it does not take: an operand's type or shape, an expert without tokens"),
 )
 
 
@@ -99,53 +101,16 @@ _WORDS = (
 # Where the differences lie
 
 
-def unequal(got: Array, want: Array) -> Bool:
-    """Where the bits differ; any two NaN, and any two zeros, are the same."""
-    x, y = got.astype(np.float64), want.astype(np.float64)
-    return np.asarray(~((bits(got) == bits(want)) | (np.isnan(x) & np.isnan(y)) | ((x == 0) & (y == 0))))
-
-
-def steps(got: Array, want: Array) -> I64:
-    """How many representable numbers lie between two arrays of one floating-point type."""
-    width = 8 * got.dtype.itemsize
-    ordered = []
-    for array in (got, want):
-        pattern = bits(array).astype(np.int64)
-        ordered.append(np.where(pattern >> (width - 1), (1 << (width - 1)) - pattern, pattern))
-    return np.asarray(np.abs(ordered[0] - ordered[1]))
-
-
-def _groups(e: Evidence, array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
-    """(expert, its part of an array shaped like the output, as a matrix) for experts that have one."""
-    if e.case.op == "wgrad":
-        return list(enumerate(array))
-    ends = np.cumsum((0, *e.case.sizes)).tolist()
-    return [(g, array[start:end]) for g, (start, end) in enumerate(pairwise(ends)) if start < end]
-
-
-def _range(indices: I64, total: int, name: str) -> str:
-    """ "all 64 rows", "row 5", "rows 3, 7, 11", "rows 16..31", "17 of 64 rows (0, 1, 5, 6 ...)"; of "n", "all 64 n"."""
-    many = name if len(name) == 1 else f"{name}s"
-    if indices.size == total:
-        return f"all {total} {many}"
-    if indices.size == 1:
-        return f"{name} {indices[0]}"
-    if int(indices[-1] - indices[0]) + 1 == indices.size:
-        return f"{many} {indices[0]}..{indices[-1]}"
-    first = ", ".join(str(i) for i in indices[:4])
-    return f"{many} {first}" if indices.size <= 4 else f"{indices.size} of {total} {many} ({first} ...)"
-
-
 def _facts(e: Evidence, got: Array, want: Array, wrong: Bool) -> tuple[str, ...]:
     """Counts by expert, the rows and columns concerned, the worst tile, the largest distance."""
-    groups = _groups(e, wrong)
-    bad = [(g, part) for g, part in groups if part.any()]
+    parts = groups(e.case, wrong)
+    bad = [(g, part) for g, part in parts if part.any()]
     counts = ", ".join(f"{g}: {np.count_nonzero(part)}" for g, part in bad[:12]) + (" ..." if len(bad) > 12 else "")
-    facts = [f"wrong elements by expert: {counts}; {len(groups) - len(bad)} of {len(groups)} experts are right"]
-    axes = {"forward": ("row", "n"), "dgrad": ("row", "k"), "wgrad": ("n", "k")}[e.case.op]
+    facts = [f"wrong elements by expert: {counts}; {len(parts) - len(bad)} of {len(parts)} experts are right"]
+    axes = AXES[e.case.op]
     for g, part in bad[:3]:
         rows, columns = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
-        of = f"expert {g}: {_range(rows, part.shape[0], axes[0])}, {_range(columns, part.shape[1], axes[1])}"
+        of = f"expert {g}: {among(rows, part.shape[0], axes[0])}, {among(columns, part.shape[1], axes[1])}"
         facts.append(f"{of}{'; rows counted from the start of the group' if axes[0] == 'row' else ''}")
     worst = (0, 0, 0, 0)
     for g, part in bad:
@@ -302,7 +267,7 @@ def _decode_rows(e: Evidence, view: View, out: Array, wrong: Bool) -> tuple[Caus
         reads: list[Read] = []
         solved = 0
         plane = (view.sa if side == 0 else view.sb).reshape(-1, view.sa.shape[-1])
-        for (g, part), (_, got) in zip(_groups(e, wrong), _groups(e, out), strict=True):
+        for (g, part), (_, got) in zip(groups(e.case, wrong), groups(e.case, out), strict=True):
             x = cut(view, g)
             both = (values(x.a, x.sa, view.formats[0]), values(x.b, x.sb, view.formats[1]))
             mine, theirs = both[side], both[1 - side]
@@ -392,7 +357,9 @@ def _where(view: View, side: int, read: Read) -> str:
 
 def _copied_tile(e: Evidence, out: Array, want: Array, wrong: Bool) -> tuple[Cause, ...]:
     """A 16 x 16 tile of the answer stored in the place of another."""
-    for (g, part), (_, got), (_, true) in zip(_groups(e, wrong), _groups(e, out), _groups(e, want), strict=True):
+    for (g, part), (_, got), (_, true) in zip(
+        groups(e.case, wrong), groups(e.case, out), groups(e.case, want), strict=True
+    ):
         if not part.any():
             continue
         i, j = (int(np.flatnonzero(part.any(axis=1 - axis))[0]) // TILE * TILE for axis in (0, 1))

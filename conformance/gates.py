@@ -31,6 +31,7 @@ from mxgate.conformance.data import is_large, variants
 from mxgate.conformance.launch import FILL_FINITE, FILL_NAN, Array, Evidence, Launch, LaunchSpec
 from mxgate.conformance.poison import COPIED
 from mxgate.conformance.verdict import GATES, Finding, Outcome, worst
+from mxgate.conformance.where import MOST, bits, extent, first_wrong, lines
 from mxgate.kernels.build import Build
 from mxgate.kernels.gpu import is_gpu
 from mxgate.oracle import Answer, MXArray, dequantize
@@ -42,7 +43,6 @@ SILENT: Literal[Outcome.SILENT] = Outcome.SILENT
 Result = Finding | Literal[Outcome.SILENT] | None
 Bool = NDArray[np.bool_]
 
-MOST = 20  # differences that are printed
 REPEATS = {"smoke": 3, "full": 6, "production": 3}
 # In the full tier these cases of the control shape get 80 launches in the reused child and 5 in each of 5 fresh ones: a
 # race that shows in 6 % of runs is missed by 105 launches once in 660.
@@ -182,11 +182,6 @@ def usable(e: Evidence, launch: Launch) -> bool:
     return launch.error is None and mismatch(e.case, launch) is None
 
 
-def bits(array: Array) -> NDArray[Any]:
-    """The array's bit patterns, as unsigned integers of its item size."""
-    return np.ascontiguousarray(array).view(np.dtype(f"u{array.dtype.itemsize}"))
-
-
 def owned(case: Case, array: Array) -> Array:
     """The part of an output that belongs to tokens: of forward and dgrad the first rows, else all."""
     return array[: case.tokens] if case.op in ("forward", "dgrad") else array
@@ -198,36 +193,6 @@ def different(case: Case, one: Launch, other: Launch) -> tuple[Bool, ...]:
         return tuple(np.zeros(owned(case, a).shape, np.bool_) for a in one.output)
     pairs = zip(one.output, other.output, strict=True)
     return tuple(bits(owned(case, a)) != bits(owned(case, b)) for a, b in pairs)
-
-
-def show(array: Array, index: tuple[int, ...]) -> str:
-    """An element's bits and value: 0x3f80 (1)."""
-    element = array[index]
-    pattern = int(bits(array[index].reshape(1))[0])
-    return f"0x{pattern:0{2 * array.dtype.itemsize}x} ({float(element):g})"
-
-
-def place(case: Case, index: Sequence[int], part: int = 0) -> str:
-    """Coordinates in words: "expert 2, n 5, k 17", "row 70 (expert 1), n 3", "scales [3, 1]"."""
-    at = [int(i) for i in index]
-    if case.op == "quantize":
-        return f"{('element', 'scale')[part]} {at}"
-    if case.op == "wgrad":
-        return f"expert {at[0]}, n {at[1]}, k {at[2]}"
-    column = "n" if case.op == "forward" else "k"
-    expert = int(np.searchsorted(np.cumsum(case.sizes), at[0], side="right"))
-    return f"row {at[0]} ({f'expert {expert}' if expert < case.experts else 'past the last offset'}), {column} {at[1]}"
-
-
-def _lines(case: Case, wrong: Sequence[Bool], got: Sequence[Array], want: Sequence[Array] | None) -> tuple[str, ...]:
-    """The first MOST wrong elements, in order, with both bit patterns."""
-    lines: list[str] = []
-    for part, mask in enumerate(wrong):
-        for index in np.argwhere(mask)[: MOST - len(lines)]:
-            at = tuple(int(i) for i in index)
-            text = f"{place(case, at, part)}: {show(got[part], at)}"
-            lines.append(text + (f", expected {show(want[part], at)}" if want is not None else ""))
-    return tuple(lines)
 
 
 def _count(wrong: Sequence[Bool]) -> int:
@@ -242,19 +207,27 @@ def _found(
     wrong: Sequence[Bool],
     want: Sequence[Array] | None = None,
     got: Sequence[Array] | None = None,
+    against: str = "expected",
 ) -> Finding | None:
-    """A Finding about elements of a launch, or None when `wrong` has none. what: a sentence with {count} in it."""
+    """A Finding about elements of a launch, or None when `wrong` has none. what: a sentence with {count} in it.
+    against: what `want` is, in the place of "expected"."""
     count = _count(wrong)
     if count == 0:
         return None
     total = sum(mask.size for mask in wrong)
-    first = next((part, np.argwhere(mask)[0]) for part, mask in enumerate(wrong) if mask.any())
+    part = next(part for part, mask in enumerate(wrong) if mask.any())
+    output = got or [owned(e.case, a) for a in launch.output]
     return Finding(
         gate=gate,
         what=what.format(count=f"{count} of {total} elements"),
-        where=_lines(e.case, wrong, got or [owned(e.case, a) for a in launch.output], want),
+        where=lines(e.case, wrong, output, want, against),
         count=count,
-        detail={"launch": launch.label, "total": total, "first": [first[0], *(int(i) for i in first[1])]},
+        detail={
+            "launch": launch.label,
+            "total": total,
+            "first": [part, *first_wrong(wrong[part], 1)[0]],
+            "extent": list(extent(e.case, wrong, output, want, against)),
+        },
     )
 
 
@@ -293,7 +266,7 @@ def contract(e: Evidence) -> Result:
             launch.aliases and f"returned the memory of its input {launch.aliases}",
         )
         if problem := next(filter(None, said), None):
-            return Finding("contract", f"launch {launch.label!r}: {problem}", detail={"launch": launch.label})
+            return Finding("contract", f"{problem} (launch {launch.label!r})", detail={"launch": launch.label})
     base = _base("contract", e)
     if isinstance(base, Finding):
         return base
@@ -315,10 +288,13 @@ def _unwritten(e: Evidence, base: Launch) -> Finding | None:
     for launch in same:
         if (launch.spec.fill, launch.spec.out) != (base.spec.fill, base.spec.out):
             wrong = [mask & calm for mask, calm in zip(different(e.case, base, launch), stable, strict=True)]
-            how = f"{{count}} are not those of launch {base.label!r}: memory held 0x{launch.spec.fill:02x} before"
-            how += "" if launch.spec.out == "none" else f", out= is {launch.spec.out}"
+            held, then = (f"0x{x.spec.fill:02x} in launch {x.label!r}" for x in (launch, base))
+            if launch.spec.out == "none":
+                what = f"{{count}} change with what memory held before: {held}, {then}"
+            else:
+                what = f"{{count}} change when out= is {launch.spec.out}: it held {held}"
             want = [owned(e.case, a) for a in base.output]
-            if finding := _found("contract", e, f"launch {launch.label!r}: {how}", launch, wrong, want):
+            if finding := _found("contract", e, what, launch, wrong, want, against=f"in launch {base.label!r}"):
                 return finding
     return _tail(e, "contract")
 
@@ -338,7 +314,7 @@ def _tail(e: Evidence, gate: str) -> Finding | None:
         wrong = np.zeros(launch.output[0].shape, np.bool_)
         wrong[e.case.tokens :] = bits(rows) != bits(want)
         full = np.concatenate([owned(e.case, launch.output[0]), want])
-        what = f"launch {launch.label!r}: {{count}} past the last offset are not {e.build.tail}"
+        what = f"{{count}} past the last offset are not {e.build.tail} (launch {launch.label!r})"
         if finding := _found(gate, e, what, launch, [wrong], [full], list(launch.output)):
             return finding
     return None
@@ -357,10 +333,10 @@ def reproducible(e: Evidence) -> Result:
         want = [owned(e.case, a) for a in base.output]
         fresh = sum(x.spec.process != base.spec.process for x in bad)
         what = (
-            f"{len(bad)} of {len(same)} launches ({fresh} in fresh processes) differ from the first; "
+            f"{len(bad)} of {len(same)} equal launches ({fresh} in fresh processes) differ from the first; "
             f"in launch {bad[0].label!r} {{count}} do"
         )
-        return _found("reproducible", e, what, bad[0], different(e.case, base, bad[0]), want)
+        return _found("reproducible", e, what, bad[0], different(e.case, base, bad[0]), want, against="at first")
     if len(same) < 2 or len(same) < asked or not all(usable(e, x) for x in same):
         ran = sum(usable(e, x) for x in same)
         return _unsure("reproducible", f"{ran} of {max(asked, 2)} equal launches gave an output")
@@ -378,14 +354,15 @@ def padding(e: Evidence) -> Result:
     missing = [name for name in names if name not in by_variant]
     reference = by_variant.get(COPIED if COPIED in names else names[0])
     if reference is not None:
+        against = "without it" if reference.variant == COPIED else f"with {reference.variant!r}"
         want = [owned(e.case, a) for a in reference.output]
         for name in names:
             if name not in by_variant:
                 continue
             launch = by_variant[name]
-            what = f"with {name!r} in the padding {{count}} are not those of launch {reference.label!r}"
+            what = f"with {name!r} in the padding {{count}} are not what they are {against}"
             wrong = different(e.case, launch, reference)
-            if finding := _found("padding", e, what, launch, wrong, want):
+            if finding := _found("padding", e, what, launch, wrong, want, against=against):
                 return finding
     if missing or len(names) < 2:
         return _unsure("padding", f"no output with {', '.join(missing) or 'more than one variant of'} padding")
@@ -421,7 +398,7 @@ def exact(e: Evidence) -> Result:
     if isinstance(e.answer, MXArray):
         want: list[Array] = [e.answer.elements, e.answer.scales]
         wrong = [bits(a) != bits(b) for a, b in zip(base.output, want, strict=True)]
-        what = f"{{count}} are not those of profile {e.build.profile}"
+        what = f"{{count}} and scales are not those of profile {e.build.profile}"
         return _found("exact", e, what, base, wrong, want)
     if e.answer is None:
         return _freivalds("exact", e, base, "exact")
@@ -469,7 +446,7 @@ def empty(e: Evidence) -> Result:
             wrong = np.zeros(launch.output[0].shape, np.bool_)
             wrong[groups] = bits(launch.output[0][groups]) != 0
             zeros = np.zeros(launch.output[0].shape, launch.output[0].dtype)
-            what = f"launch {launch.label!r}: {{count}}, of experts without tokens, are not +0"
+            what = f"{{count}}, of experts without tokens, are not +0 (launch {launch.label!r})"
             if finding := _found("empty", e, what, launch, [wrong], [zeros]):
                 return finding
         return None
@@ -526,7 +503,7 @@ def lineage(e: Evidence) -> Result:
         return _unsure("lineage", f"{e.build.replaces} gave no output that stands to compare with")
     want = [owned(e.case, a) for a in e.ancestor.output]
     what = f"{{count}} are not those of {e.build.replaces}"
-    return _found("lineage", e, what, base, different(e.case, base, e.ancestor), want)
+    return _found("lineage", e, what, base, different(e.case, base, e.ancestor), want, against="there")
 
 
 def graph(e: Evidence) -> Result:

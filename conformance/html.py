@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from mxgate.conformance import gates as gate_module
 from mxgate.conformance import report as text
 from mxgate.conformance.case import EXACT
-from mxgate.conformance.explain import Cause, explanation, steps
+from mxgate.conformance.explain import Cause, explanation
 from mxgate.conformance.gates import owned, usable
 from mxgate.conformance.launch import Evidence
 from mxgate.conformance.run import Runner, RunReport
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict
+from mxgate.conformance.where import AXES, groups, steps
 from mxgate.oracle import Answer, MXArray
 from mxgate.oracle.bound import round_to
 
@@ -121,11 +122,11 @@ def _row(verdict: Verdict, anchors: Mapping[str, str]) -> dict[str, Any]:
 
 def _section(verdict: Verdict, report: RunReport, runner: Runner) -> Section:
     anchor = "build-" + "".join(c if c.isalnum() else "-" for c in verdict.build)
-    first = text.first_finding(verdict, report.results)
+    mine = [r for r in report.results if r.build == verdict.build]
+    first = text.first_finding(mine)
     if first is None:
         return Section(verdict, anchor, "", None, (), (), (), (), ())
     result, finding = first
-    mine = [r for r in report.results if r.build == verdict.build]
     also = tuple(f"{gate} on {_some(found)}" for gate in GATES if (found := _rejecting(mine, gate)))
     lines: tuple[str, ...] = finding.where
     causes: tuple[Cause, ...] = ()
@@ -192,15 +193,11 @@ def _outside_by(out: Array, lo: Array, hi: Array) -> Array:
 
 
 def _maps(e: Evidence, away: Array) -> list[Picture]:
-    if e.case.op == "wgrad":
-        parts = [(f"expert {g}", part) for g, part in enumerate(away)]
-        axes = ("k", "n")
-    elif e.case.op == "quantize":
-        parts, axes = [("all", away.reshape(-1, away.shape[-1]))], ("column", "row")
+    if e.case.op == "quantize":
+        parts = [("all", away.reshape(-1, away.shape[-1]))]
     else:
-        ends = np.cumsum((0, *e.case.sizes)).tolist()
-        parts = [(f"expert {g}", away[a:b]) for g, (a, b) in enumerate(itertools.pairwise(ends)) if b > a]
-        axes = ("n" if e.case.op == "forward" else "k", "token")
+        parts = [(f"expert {g}", part) for g, part in groups(e.case, away)]
+    down, across = AXES[e.case.op]
     parts.sort(key=lambda part: -np.count_nonzero(part[1]))
     pictures = []
     for name, part in parts[:MAPS]:
@@ -215,13 +212,13 @@ def _maps(e: Evidence, away: Array) -> list[Picture]:
             _pooled(value), cmap="inferno", vmin=0, vmax=max(1.0, float(value.max())), interpolation="nearest",
             extent=(0, columns, rows, 0), aspect="auto",
         )  # fmt: skip
-        axis.set(xlabel=axes[0], ylabel=axes[1], title=name)
+        axis.set(xlabel=across, ylabel=down, title=name)
         figure.colorbar(image, label="log2(1 + ulp outside)")
         worst = np.unravel_index(int(value.argmax()), value.shape)
         nan = f", {np.count_nonzero(part < 0)} of them NaN" if (part < 0).any() else ""
         says = (
             f"{name}: {wrong} of {part.size} elements are outside{nan}; "
-            f"the worst is at {axes[1]} {worst[0]}, {axes[0]} {worst[1]}"
+            f"the worst is at {down} {worst[0]}, {across} {worst[1]}"
         )
         pictures.append(Picture(_svg(figure), says))
     return pictures

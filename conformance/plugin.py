@@ -223,6 +223,7 @@ def _lines(build: Build, case: Case, gate: str, result: CaseResult) -> Iterator[
     yield f"{'REJECT' if rejected else 'INCONCLUSIVE'} {build.id}: {gate} on {case.id}"
     for finding in [f for f in result.findings if f.gate == gate] or result.findings[:1]:
         yield finding.what
+        yield from (f"  {line}" for line in finding.detail.get("extent", ()))
         yield from (f"  {line}" for line in finding.where[:_WHERE])
         if len(finding.where) > _WHERE:
             yield f"  ... {len(finding.where) - _WHERE} more lines from mxgate explain"

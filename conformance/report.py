@@ -6,6 +6,7 @@ Tables fit in 100 columns. Piped output is plain text: no colour, no box drawing
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +21,15 @@ from rich.table import Table
 from rich.text import Text
 
 from mxgate.conformance.case import Case
+from mxgate.conformance.explain import guess
 from mxgate.conformance.matrix import Matrix, Row
 from mxgate.conformance.run import RunReport
 from mxgate.conformance.timing import Timing
 from mxgate.conformance.verdict import GATES, MANDATORY, CaseResult, Finding, Outcome, Verdict
+from mxgate.kernels.build import called
 
 WIDTH = 100
-WHERE = 8  # coordinate lines of a first screen; all of them are in the JSONL
+WHERE = 5  # coordinate lines of a first screen; all of them are in the JSONL
 _STYLES = {"pass": "green", "accept": "bold green", "reject": "bold red", "inconclusive": "yellow", "skip": "dim"}
 _CELLS = {"silent": "-", "reject": "REJECT", "inconclusive": "unsure", "skip": "skip"}
 _NARROW = {"silent": "-", "pass": "ok", "reject": "NO", "inconclusive": "?", "skip": "skip"}
@@ -96,16 +99,23 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
     heads = [gate[:4] if narrow else _HEADS.get(gate, gate) for gate in GATES]
     table(to, ["build", *heads, "verdict"], rows)
     to.print()
-    for verdict in report.verdicts:
-        if verdict.word in ("reject", "inconclusive"):
-            _first_screen(verdict, report, to)
+    failed = [verdict for verdict in report.verdicts if verdict.word in ("reject", "inconclusive")]
+    alike: dict[tuple[str, ...], list[Verdict]] = {}
+    for verdict in failed:
+        told = first_finding(_of(verdict, report)) is not None
+        alike.setdefault((verdict.reason, verdict.build if told else ""), []).append(verdict)
+    for verdicts in alike.values():
+        _first_screen(verdicts, report, to)
     for verdict in report.verdicts:
         if verdict.word == "accept" and verdict.terms:
             say(to, f"terms {verdict.build}: {'; '.join(verdict.terms)}")
     _print_assumptions(report, to, assumptions)
-    skipped = [verdict for verdict in report.verdicts if verdict.word == "skip"]
-    for verdict in skipped:
-        say(to, f"skip {verdict.build}: {verdict.reason}")
+    skipped: dict[str, list[str]] = {}
+    for verdict in report.verdicts:
+        if verdict.word == "skip":
+            skipped.setdefault(verdict.reason, []).append(verdict.build)
+    for reason, names in skipped.items():
+        say(to, f"skip {', '.join(names)}: {reason}")
     say(to, summary(report))
     for warning in report.warnings:
         say(to, f"note: {warning}")
@@ -139,11 +149,12 @@ def summary(report: RunReport) -> str:
     return line
 
 
-def first_finding(verdict: Verdict, results: Iterable[CaseResult]) -> tuple[CaseResult, Finding] | None:
-    """The finding to show first: what decided the verdict, by gate, signature cases (they tell most) before others."""
+def first_finding(results: Iterable[CaseResult]) -> tuple[CaseResult, Finding] | None:
+    """The finding of one build to show first: what decided the verdict, by gate, signature cases (they tell most)
+    before others."""
     found = [
-        (f.inconclusive, GATES.index(f.gate), "/signature" not in result.case, i, result, f)
-        for i, result in enumerate(r for r in results if r.build == verdict.build)
+        (f.inconclusive, _rank(f), "/signature" not in result.case, i, result, f)
+        for i, result in enumerate(results)
         for f in result.findings
     ]
     if not found:
@@ -151,25 +162,42 @@ def first_finding(verdict: Verdict, results: Iterable[CaseResult]) -> tuple[Case
     return min(found, key=lambda item: item[:4])[4:]
 
 
-def _first_screen(verdict: Verdict, report: RunReport, to: Console) -> None:
-    say(to, Text(f"{verdict.word.upper()} {verdict.build}: {verdict.reason}", style=_STYLES[verdict.word]))
-    first = first_finding(verdict, report.results)
+def _rank(finding: Finding) -> int:
+    """The gates' order, except that results which differ from run to run come before all that differs because of it."""
+    crash = finding.gate == "contract" and not finding.count
+    return ("crash", "reproducible", *GATES).index("crash" if crash else finding.gate)
+
+
+def _of(verdict: Verdict, report: RunReport) -> list[CaseResult]:
+    return [result for result in report.results if result.build == verdict.build]
+
+
+def _first_screen(alike: Sequence[Verdict], report: RunReport, to: Console) -> None:
+    """What one build, or several for the same reason and without a finding, were not accepted for."""
+    verdict = alike[0]
+    names = ", ".join(v.build for v in alike)
+    say(to, Text(f"{verdict.word.upper()} {names}: {verdict.reason}", style=_STYLES[verdict.word]))
+    results = _of(verdict, report)
+    first = first_finding(results)
     if first is None:
         say(to, _advice(verdict, report), 2)
         to.print()
         return
     result, finding = first
     say(to, f"{finding.gate} on {result.case}: {finding.what}", 2)
-    for line in finding.where[:WHERE]:
+    for line in (*finding.detail.get("extent", ()), *finding.where[:WHERE]):
         say(to, line, 4)
     if len(finding.where) > WHERE:
         say(to, f"... {len(finding.where) - WHERE} more lines in results.jsonl", 4)
+    if not finding.count and (cause := guess(finding)) is not None:
+        say(to, f"{cause.confidence} cause: {cause.sentence}", 4)
     for gate in GATES:
-        others = [r for r in report.results if r.build == verdict.build and r.gates.get(gate) is Outcome.REJECT]
+        others = [r for r in results if r.gates.get(gate) is Outcome.REJECT]
         if gate != finding.gate and others:
             say(to, f"also {gate} on {_cases(others)}", 2)
     if not finding.inconclusive:
-        say(to, f"next: mxgate explain --build {verdict.build} --case '{result.case}'", 2, whole=True)
+        build = next(b for b in report.builds if b.id == verdict.build)
+        say(to, f"next: mxgate explain {called(build)} --case {shlex.quote(result.case)}", 2, whole=True)
     to.print()
 
 
@@ -379,7 +407,7 @@ def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:
     """The run as one JSON document: verdicts with their gates, the first finding of each, and the counts."""
     verdicts = []
     for build, verdict in zip(report.builds, report.verdicts, strict=True):
-        first = first_finding(verdict, report.results)
+        first = first_finding(_of(verdict, report))
         verdicts.append(
             {
                 "build": verdict.build,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -121,8 +122,19 @@ def test_a_right_build_from_outside_is_accepted(say: Say, source: Path, tmp_path
 def test_a_wrong_build_is_rejected_with_a_first_screen(say: Say, source: Path, tmp_path: Path) -> None:
     code, out, _ = say("run", "--build", f"{source}:wgrad", "--op", "wgrad", "--build", f"{source}:neighbour", *FEW)
     assert code == 1
-    assert "REJECT wgrad/mine.neighbour: " in out and "expert " in out and "expected 0x" in out
-    assert "next: mxgate explain --build wgrad/mine.neighbour --case 'wgrad/64x96/" in out
+    # Which build; which gate, which case; where; by how much; what to run next.
+    screen = out[out.index("REJECT wgrad/mine.neighbour: ") :]
+    gate = re.search(r"^  padding on (wgrad/64x96/\S+): .* \d+ of \d+ elements ", screen, re.MULTILINE)
+    assert gate is not None, screen
+    assert re.search(r"^    expert 2; all 64 n, all 96 k$", screen, re.MULTILINE), screen
+    assert re.search(r"^    \d+ are NaN and should be numbers$", screen, re.MULTILINE), screen
+    pair = r"^    expert 2, n 0, k 0: 0x7fc0 \(nan\), without it 0x\w{4} \(\S+\)$"
+    assert re.search(pair, screen, re.MULTILINE), screen
+    (command,) = re.findall(r"^  next: mxgate (explain .*)$", screen, re.MULTILINE)
+    assert command.startswith("explain --op wgrad --build ") and command.endswith(f":neighbour --case {gate[1]}")
+    code, told, _ = say(*shlex.split(command))
+    assert code == 1 and f"wgrad/mine.neighbour on {gate[1]}\n" in told and "likely cause (" in told
+    assert say("explain")[1].splitlines()[0] == f"wgrad/mine.neighbour on {gate[1]}", "explain looks at what was shown"
     assert not (tmp_path / ".mxgate/certificates/wgrad-mine.neighbour.json").exists()
 
 

@@ -31,6 +31,7 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -366,11 +367,27 @@ class Child:
 def _crash_site(printed: str) -> str:
     """Where the fault handler says that the build was, as " at mine.py:12"."""
     _, _, trace = printed.partition("most recent call first):")
+    frames = []
     for line in trace.splitlines():
-        if 'File "' in line and 'File "<' not in line and "conformance/worker.py" not in line:
+        if 'File "' in line and 'File "<' not in line:
             path, _, rest = line.partition('File "')[2].partition('", line ')
-            return f" at {os.path.basename(path)}:{rest.split()[0]}"
-    return ""
+            frames.append((path, rest.split()[0]))
+    return _site(frames)
+
+
+# Python's own files and what is installed beside it: a build's mistake is seldom there.
+_LIBRARIES = tuple(
+    {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
+
+
+def _site(frames: Sequence[tuple[str, Any]]) -> str:
+    """The innermost line of the build's, as " at mine.py:12"; of a library where there is none. frames: (file, line),
+    the innermost first. Neither our own lines nor importlib's: both stand around the build's."""
+    ours = (__file__, str(build_module.__file__), _EMULATOR, "<frozen")
+    around = [frame for frame in frames if not frame[0].startswith(ours)]
+    own = [frame for frame in around if not frame[0].startswith(_LIBRARIES)] or around
+    return f" at {os.path.basename(own[0][0])}:{own[0][1]}" if own else ""
 
 
 def _last_words(printed: str) -> str:
@@ -887,7 +904,7 @@ class _Out:
     def changed(self) -> str | None:
         wrong = np.flatnonzero((self._gaps != CANARY).any(axis=1))
         if wrong.size:
-            return f"the gap after row {wrong[0]} of its output ({wrong.size} rows in all)"
+            return f"the gap after row {wrong[0]} of its output, {wrong.size} rows in all"
         return f"{count} bytes before its output" if (count := self.plane.changed()) else None
 
 
@@ -904,10 +921,7 @@ def _complaint(error: BaseException) -> str:
     """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
     if isinstance(error, _Returned | _Uncaptured | BuildError | LayoutError | Unavailable):
         return str(error)
-    # Neither our own lines nor importlib's: both stand around the build's.
-    own = (__file__, str(build_module.__file__), _EMULATOR, "<frozen")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(own)]
-    at = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    at = _site([(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__))])
     text = " ".join(str(error).split())
     return f"raised {type(error).__name__}{at}{f': {text[:300]}' if text else ''}"
 

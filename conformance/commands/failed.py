@@ -32,6 +32,7 @@ def plain_settings(tier: str, args: argparse.Namespace) -> Any:
 
 def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     """(build, case, tier, further failures): what to explain. Sets args.given when it comes from --build and --case."""
+    from mxgate.conformance.report import first_finding
     from mxgate.conformance.run import read_results
     from mxgate.conformance.verdict import Outcome
 
@@ -58,10 +59,12 @@ def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     if not failed:
         chosen = " that --build and --case choose" if args.build or args.case else ""
         raise UsageError(f"nothing{chosen} was rejected in {folder}; give both --build and --case to look anyway")
-    # Signature cases tell most about what went wrong.
-    failed.sort(key=lambda r: ("/signature" not in r.case, r.case))
     args.given = False
-    return builds[failed[0].build], case_named(failed[0].case, plan["files"]), plan["tier"], len(failed) - 1
+    # What the run's own first screen shows.
+    failed.sort(key=lambda r: (list(builds).index(r.build), plan["cases"].index(r.case)))
+    shown = first_finding(r for r in failed if r.build == failed[0].build)
+    result = shown[0] if shown is not None else failed[0]
+    return builds[result.build], case_named(result.case, plan["files"]), plan["tier"], len(failed) - 1
 
 
 def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:

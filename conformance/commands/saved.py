@@ -39,7 +39,8 @@ def finish(report: Any, out: Path, as_json: bool, device: str | None = None, htm
     else:
         to = text.console()
         text.print_run(report, to, assumptions=device == "emu")
-        to.print(f"wrote {out}/results.jsonl, junit.xml" + (f", {len(written)} certificates" if written else ""))
+        certificates = f", {len(written)} certificate{'s' * (len(written) > 1)}" if written else ""
+        to.print(f"wrote {out}/results.jsonl, junit.xml{certificates}")
     if html is not None:
         _write_html(report, html, out)
     return int(report.exit_code)

@@ -40,7 +40,7 @@ $(VENV)/.base: pyproject.toml
 
 $(VENV)/.test: $(VENV)/.base
 	@echo "adding torch and the test tools ..."
-	@$(PIP) -e '.[torch,triton,test]'
+	@$(PIP) -e '.[torch,triton,flydsl,test]'
 	@touch $@
 
 # mypy does not follow an editable install's import hook, so it gets the namespace as links.

@@ -1,7 +1,8 @@
 """docs/bring-your-own.md: every example that a CPU can run is written out as it stands there, and accepted.
 
 HIP's runs against a stand-in for the runtime in which a grid is two loops: its arithmetic and its indices are tested,
-and nothing of a GPU is. Triton's runs in its interpreter on a few cases, for that takes seconds a case.
+and nothing of a GPU is. Triton's runs in its interpreter, and FlyDSL's on the emulator, on a few cases, for those take
+seconds a case. Not shown: how long a reader needs, and what the lines that install something do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 GUIDE = (DOCS / "bring-your-own.md").read_text()
 FILES = re.findall(r"^<!-- (\S+) -->\n```\w*\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
 COMMANDS = re.findall(r"^((?:[A-Z_]+=\S+ )?mxgate run .*)$", GUIDE, re.MULTILINE)
+STEP = GUIDE[GUIDE.index("## One bad step") :]
 
 SHIM = """
 #pragma once
@@ -78,8 +80,9 @@ def judged(folder: Path, name: str, *words: str, **environment: str) -> list[dic
 
 
 def test_the_guide_has_an_example_of_each_kind() -> None:
-    kinds = {"numpy_forward.py", "torch_dgrad.py", "triton_wgrad.py", "hip_wgrad.py", "wgrad.hip", "test_kernels.py"}
-    assert kinds <= {name for name, _ in FILES} and len(COMMANDS) >= 5
+    builds = {"numpy_forward.py", "torch_dgrad.py", "triton_wgrad.py", "flydsl_wgrad.py", "hip_wgrad.py"}
+    assert builds | {"wgrad.hip", "test_kernels.py", "train.py", "late.py"} <= {name for name, _ in FILES}
+    assert all(sum(name in command for command in COMMANDS) == 1 for name in builds)
 
 
 def test_numpy(folder: Path) -> None:
@@ -109,6 +112,13 @@ def passes(folder: Path, name: str, *cases: str, **environment: str) -> None:
     assert all(gates[gate] == "pass" for gate in passed), verdict
 
 
+def test_flydsl(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("flydsl")
+    cache = {"FLYDSL_RUNTIME_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    passes(folder, "flydsl_wgrad.py", "32x48/17blocks/all-scales", "64x96/shift32/special", **cache)
+
+
 def test_hip(folder: Path, tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -128,8 +138,33 @@ def test_hip(folder: Path, tmp_path: Path) -> None:
 def test_pytest(folder: Path) -> None:
     from mxgate.conformance.test_plugin import run_pytest
 
-    done = run_pytest(folder, "test_kernels.py", "-k", "signature and exact")
+    done = run_pytest(folder, "test_kernels.py", "-k", "signature and exact or no_tokens")
     assert re.search(r"^\d+ passed, \d+ deselected", done.stdout.splitlines()[-1]), done.stdout
+    said = re.search(r"^pytest .* -k \"(.*)\"$", GUIDE, re.MULTILINE)
+    assert said is not None and said[1] == "signature and exact"
+
+
+def test_one_bad_step(folder: Path, tmp_path: Path) -> None:
+    """As it is typed there; the last command is of a build of ours."""
+    pytest.importorskip("torch")
+    for name in ("train.py", "late.py"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    typed = re.findall(r"^((?:python|mxgate) .*)$", STEP, re.MULTILINE)
+    codes = {"python train": 0, "mxgate run": 1, "mxgate explain": 1, "mxgate minimize": 1}
+    assert [" ".join(line.split(".")[0].split()[:2]) for line in typed] == [*codes, "mxgate run", "mxgate run"]
+    said = []
+    for line, code in zip(typed, (*codes.values(), 1, 3), strict=True):
+        words = line.replace("mxgate", "-m mxgate.conformance", 1).split()
+        words = words[1:] if words[0] == "python" else words
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == code, (line, done.stdout, done.stderr)
+        said.append(done.stdout)
+    assert re.fullmatch(r"step 6: loss (inf|nan), 2 calls kept\n", said[0])
+    assert "likely cause (certain): scales are read from the plane's beginning, not from the group's" in said[2]
+    assert typed[4] in said[3], "minimize prints the command that comes next"
+    assert "passed 1 recorded calls; an accept takes a whole tier" in said[5]
 
 
 def test_the_keys_are_those_that_are_read() -> None:

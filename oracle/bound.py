@@ -170,8 +170,8 @@ def outside(out: NDArray[Any], lo: F64, hi: F64) -> NDArray[np.bool_]:
 
     The accepting condition, negated. A number passes inside the ends, and never where they are NaN. A NaN passes where
     they are NaN, and where they are the whole line: a sum that may overflow half-way may do so both ways, and infinity
-    less infinity is NaN. (A float16 has the whole line also where a sum cancels by more than its range; a NaN that could
-    not be is taken there.)
+    less infinity is NaN. (A float16 has the whole line also where a sum cancels by more than its range, and a NaN that
+    could not be is taken there.)
     """
     if not out.shape == lo.shape == hi.shape:
         raise ValueError(f"output has shape {out.shape}; expected {lo.shape}, as its interval")

@@ -88,12 +88,13 @@ def write(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    gates = text.shown_gates(report.verdicts)
     anchors = {section.verdict.build: section.anchor for section in sections}
     page = template.render(
         summary=text.summary(report),
         tier=report.settings.tier,
-        gates=[(gate, _demand(gate)) for gate in GATES],
-        rows=[_row(verdict, anchors) for verdict in report.verdicts],
+        gates=[(gate, _demand(gate)) for gate in gates],
+        rows=[_row(verdict, gates, anchors) for verdict in report.verdicts],
         sections=sections,
         terms=[(v.build, v.terms) for v in report.verdicts if v.word == "accept" and v.terms],
         assumptions=list(dict.fromkeys(line for b in report.builds for line in b.assumes)),
@@ -108,8 +109,8 @@ def _demand(gate: str) -> str:
     return (gate_module.GATE_FUNCTIONS[gate].__doc__ or "").strip().partition("\n\n")[0].replace("\n   ", "")
 
 
-def _row(verdict: Verdict, anchors: Mapping[str, str]) -> dict[str, Any]:
-    cells = [verdict.gates.get(gate, Outcome.SILENT).value for gate in GATES]
+def _row(verdict: Verdict, gates: Sequence[str], anchors: Mapping[str, str]) -> dict[str, Any]:
+    cells = [verdict.gates.get(gate, Outcome.SILENT).value for gate in gates]
     shown = {"pass": "pass", "reject": "REJECT", "inconclusive": "unsure", "silent": "-", "skip": "skip"}
     return {
         "build": verdict.build,

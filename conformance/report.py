@@ -86,17 +86,19 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
     """The table (build x gate) and, for everything that was not accepted, a first screen.
 
     assumptions: print what emulated builds take for granted about their GPU, not only how much of it there is."""
-    # The gates and the verdict have 80 columns; a longer name gets the short words too.
-    narrow = to.width < WIDTH or max((len(v.build) for v in report.verdicts), default=0) > WIDTH - 80
+    gates = shown_gates(report.verdicts)
+    # Where words of full length do not fit beside the longest name, all get short ones.
+    longest = max((len(f"{verdict.build} {verdict.word}") for verdict in report.verdicts), default=0)
+    narrow = to.width < longest + sum(max(len(_HEADS.get(gate, gate)), len("REJECT")) + 1 for gate in gates)
     rows = [
         [
             Text(verdict.build),
-            *(cell(verdict.gates.get(gate, Outcome.SILENT).value, narrow) for gate in GATES),
+            *(cell(verdict.gates.get(gate, Outcome.SILENT).value, narrow) for gate in gates),
             Text(verdict.word.upper() if verdict.word == "reject" else verdict.word, style=_STYLES[verdict.word]),
         ]
         for verdict in report.verdicts
     ]
-    heads = [gate[:4] if narrow else _HEADS.get(gate, gate) for gate in GATES]
+    heads = [gate[:4] if narrow else _HEADS.get(gate, gate) for gate in gates]
     table(to, ["build", *heads, "verdict"], rows)
     to.print()
     failed = [verdict for verdict in report.verdicts if verdict.word in ("reject", "inconclusive")]
@@ -119,6 +121,12 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
     say(to, summary(report))
     for warning in report.warnings:
         say(to, f"note: {warning}")
+
+
+def shown_gates(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
+    """The gates of a table: those that are always mandatory, and what else had anything to say."""
+    spoke = {gate for v in verdicts for gate, outcome in v.gates.items() if outcome is not Outcome.SILENT}
+    return tuple(gate for gate in GATES if gate in spoke or any(gate in needed for needed in MANDATORY.values()))
 
 
 def _print_assumptions(report: RunReport, to: Console, whole: bool) -> None:

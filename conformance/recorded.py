@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from mxgate.conformance.case import EXACT, Case
 from mxgate.fixtures import store
-from mxgate.fixtures.store import StoreError
+from mxgate.fixtures.store import StoreError, show
 from mxgate.kernels.build import OPS
 from mxgate.oracle.formats import E8M0, FORMATS
 from mxgate.oracle.groups import check_offsets
@@ -28,6 +29,9 @@ from mxgate.oracle.quantize import BLOCK, quantize
 
 Planes = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 _HIGH = ("bfloat16", "float16", "float32")
+_NAME = re.compile(r"[\w.+-]{1,80}", re.ASCII)  # of a call: it is part of the case's id
+# Elements of a result: twice a whole 671B layer's. Operands without tokens may have any width, and cost a file nothing.
+MOST = 1 << 31
 _FORMAT_OF = {row.dtype: name for name, row in FORMATS.items() if row.bits == 8}
 
 
@@ -111,7 +115,7 @@ def _call(path: Path, name: str, op: str) -> dict[str, NDArray[Any]]:
     wanted = ({*names[::2], "offsets"}, {*names, "offsets"})
     if set(found) not in wanted:
         held = ", ".join(sorted(found)) or "nothing"
-        raise StoreError(f"{at}: holds {held}; expected {', '.join(names)} and offsets")
+        raise StoreError(f"{at}: holds {show(held)}; expected {', '.join(names)} and offsets")
     ranks = (2, 3) if op != "wgrad" else (2, 2)
     for operand, rank in zip(names[::2], ranks, strict=True):
         x = found[operand]
@@ -167,6 +171,8 @@ def _whole_blocks(found: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
 
 
 def _case(path: Path, name: str, op: str, out_dtype: str, family: str) -> Case:
+    if not _NAME.fullmatch(name):
+        raise StoreError(f"{path}: a call is named {show(name)}; expected up to 80 of letters, digits, ., +, - and _")
     families = ("recorded", *EXACT)
     for what, value, known in (
         ("op", op, tuple(_AXES)),
@@ -174,11 +180,14 @@ def _case(path: Path, name: str, op: str, out_dtype: str, family: str) -> Case:
         ("family", family, families),
     ):
         if value not in known:
-            raise StoreError(f"{path}: {name}: no {what} named {value!r}; expected one of {', '.join(known)}")
+            raise StoreError(f"{path}: {name}: no {what} named {show(value)}; expected one of {', '.join(known)}")
     given = _call(path, name, op)
     a, b = (given[n] for n in _operands(op)[::2])
     sizes = tuple(np.diff(given["offsets"], prepend=0).tolist())
     n, k = (a.shape[0], b.shape[0]) if op == "wgrad" else (b.shape[1], b.shape[2])
+    result = {"forward": (a.shape[0], n), "dgrad": (a.shape[0], k), "wgrad": (len(sizes), n, k)}[op]
+    if math.prod(result) > MOST:
+        raise StoreError(f"{path}: {name}: its result has shape {result}; expected at most {MOST} elements")
     formats = tuple(_FORMAT_OF.get(x.dtype, "e4m3fn") for x in (a, b))
     # The bytes are part of the name: results of another recording under the same name are not this one's.
     held = "".join(store.digest(given[key]) for key in sorted(given))

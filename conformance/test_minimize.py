@@ -141,6 +141,21 @@ def test_from_a_failing_run_to_its_least_case(tmp_path: Path, monkeypatch: pytes
     assert "passed 1 recorded calls; an accept takes a whole tier" in capsys.readouterr().out
 
 
+def test_a_result_of_no_tokens_may_not_be_without_measure(tmp_path: Path) -> None:
+    """Its operands have no byte, so the file is no limit."""
+    path = tmp_path / "s.safetensors"
+    for width, fits in ((1 << 15, True), (1 << 16, False), (1 << 40, False)):
+        wide, offsets = np.zeros((width, 0), np.float32), np.array([0], np.int32)
+        store.save(path, {"c.dy_t": wide, "c.x_t": wide, "c.offsets": offsets}, {"calls": '{"c": {"op": "wgrad"}}'})
+        if fits:
+            assert recorded.cases(path)[0].n == width
+            continue
+        with pytest.raises(
+            StoreError, match=f"its result has shape .1, {width}, {width}.; expected at most 2147483648"
+        ):
+            recorded.cases(path)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -148,6 +163,14 @@ def test_from_a_failing_run_to_its_least_case(tmp_path: Path, monkeypatch: pytes
         ({"calls": "{}"}, "holds no recorded calls; expected at least one"),
         ({"calls": '{"c": {"op": "conv"}}'}, "no op named 'conv'; expected one of forward, dgrad, wgrad"),
         ({"calls": '{"c": {"op": "dgrad"}}'}, "expected dy, dy_scales, w, w_scales and offsets"),
+        ({"calls": json.dumps({"c": {"op": "x" * 5000}})}, "no op named 'xxx"),
+        ({"calls": '{"c": {"op": "forward", "family": "a\\u001b\\nb"}}'}, r"no family named 'a\x1b\nb'"),
+        ({"calls": '{"../c": {"op": "forward"}}'}, "a call is named '../c'; expected up to 80 of letters"),
+        ({f"c.{'y' * 5000}": np.zeros(1)}, "holds 'offsets, w, x, yyy"),
+        (
+            {"c.x": np.zeros((0, 64), np.float32), "c.w": np.zeros((2, 0, 64), np.float32)},
+            "offsets[0] is 32, past the buffer",
+        ),
         ({"c.x": np.zeros((64, 64), np.int32)}, "x is int32 (64, 64); expected bfloat16, float16, float32 with 2 axes"),
         ({"c.x": np.zeros((64, 96), np.float32)}, "the contraction is 96 long in x and 64 in w"),
         ({"c.offsets": np.array([40, 32], np.int32)}, "offsets"),
@@ -167,5 +190,6 @@ def test_files_that_hold_something_else(change: dict[str, Any], words: str, tmp_
     with pytest.raises(StoreError) as caught:
         recorded.cases(path)
     assert words in str(caught.value) and str(path) in str(caught.value)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400 + len(str(path))
     assert main(["run", "--op", "forward", "--cases", str(path), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

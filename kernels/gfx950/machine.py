@@ -21,7 +21,7 @@ from mxgate.kernels.gfx950.memory import Memory, gather, scatter
 from mxgate.kernels.gfx950.mfma import FORMS, MODELS
 from mxgate.kernels.gfx950.plan import BRANCHES, Entry, Plan, Program, program
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
-from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Kernel
+from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Kernel, one_line
 
 LIMIT = 50_000_000
 MEMORY = 1 << 29  # bytes of registers, LDS and shadows that a batch may take
@@ -57,6 +57,9 @@ def one_blas_thread() -> Iterator[None]:
 class RunError(ValueError):
     """The kernel cannot be run as asked: arguments, launch shape, or the instruction limit. Names the line where
     there is one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True)
@@ -397,7 +400,7 @@ def run(
     for a in kernel.arguments:
         if a.kind in _HIDDEN and not isinstance(args, Mapping):
             value = _HIDDEN[a.kind](groups, items)
-            kernarg[a.offset : a.offset + a.size] = np.frombuffer(int(value).to_bytes(a.size, "little"), np.uint8)
+            kernarg[a.offset : a.offset + a.size] = np.frombuffer(_encode(kernel, a, value, address), np.uint8)
     mem.bytes[mem.starts[n] : mem.ends[n]] = kernarg
     packet = np.zeros(64, np.uint8)
     packet[4:10] = np.array(items, np.uint16).view(np.uint8)

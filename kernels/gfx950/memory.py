@@ -101,8 +101,17 @@ def scatter(octets: Array, a: Array, words: Array, size: int) -> None:
     octets[a[:, None] + np.arange(size)] = raw[:, :size]
 
 
+# The immediate offsets that an encoding has room for.
+_IMMEDIATES = {"buffer": (0, 4095), "global": (-4096, 4095), "scratch": (-4096, 4095), "ds": (0, 65535)}
+_IMMEDIATES["s"] = (-(1 << 20), (1 << 20) - 1)
+
+
 def _imm(inst: Instruction, name: str = "offset") -> int:
-    return int(str(inst.modifiers.get(name, 0)))
+    low, high = (0, 255) if name != "offset" else _IMMEDIATES[inst.base.partition("_")[0]]
+    value = int(str(inst.modifiers.get(name, 0)))
+    if not low <= value <= high:
+        raise inst.error(f"{name} must be from {low} to {high}")
+    return value
 
 
 def _planes(lay: Layout, inst: Instruction, o: Operand, n: int) -> list[int]:
@@ -160,7 +169,7 @@ def _buffer_place(
         raise inst.error(f"operand {rsrc.text} must be four scalar registers")
     s, imm = rsrc.index, u32(_imm(inst))
     offen, idxen = "offen" in inst.modifiers, "idxen" in inst.modifiers
-    if (offen or idxen) != (vaddr.kind == "v"):
+    if (offen or idxen) != (vaddr.kind == "v") or vaddr.kind not in ("v", "off"):
         raise inst.error("offen or idxen and the address register do not go together")
     so = scalar_source(inst, soffset, "u")
     index = vector_source(lay, inst, vaddr, "u") if idxen else None
@@ -203,6 +212,8 @@ def _scratch_place(
     lay: Layout, inst: Instruction, vaddr: Operand, saddr: Operand
 ) -> tuple[Callable[[Waves], Place], tuple[int, ...]]:
     imm, size = _imm(inst), lay.kernel.scratch_bytes
+    if vaddr.kind not in ("v", "off") or saddr.kind not in ("s", "off"):
+        raise inst.error("expected a vector register or off, and a scalar one or off")
     v = vector_source(lay, inst, vaddr, "i") if vaddr.kind == "v" else None
     s = scalar_source(inst, saddr, "i") if saddr.kind == "s" else None
 
@@ -319,6 +330,8 @@ def _vector_memory(lay: Layout, inst: Instruction) -> Step:
     expected = (4 if unit == "buffer" else 3) - to_lds
     if len(ops) != expected:
         raise inst.error(f"expected {expected} operands, found {len(ops)}")
+    if to_lds and way == "store":
+        raise inst.error("a store takes nothing from LDS")
     data: Operand | None = None
     if unit == "buffer":
         if not to_lds:
@@ -422,8 +435,8 @@ ATOMICS = (
 def _atomic(lay: Layout, inst: Instruction) -> Step:
     """A dword atomic; lanes that meet on one address go one after another in the run's shuffled order."""
     unit, kind = inst.base.split("_atomic_", 1)
-    allowed(inst, MODIFIERS[unit])
     returns = "sc0" in inst.modifiers or "glc" in inst.modifiers
+    allowed(inst, MODIFIERS[unit], 4 if unit == "buffer" or returns else 3)
     ops = list(inst.operands)
     result: Operand | None = None
     if unit == "buffer":
@@ -474,6 +487,8 @@ def _scalar_load(lay: Layout, inst: Instruction) -> Step:
     d, base_operand, offset = inst.operands
     if d.kind != "s" or d.count != n:
         raise inst.error(f"operand {d.text} must be {n} scalar registers")
+    if base_operand.kind != "s" or base_operand.count != (4 if buffer else 2):
+        raise inst.error(f"operand {base_operand.text} must be {4 if buffer else 2} scalar registers")
     first = Operand("s", base_operand.index, 2, text=base_operand.text)
     base, at, imm = scalar_source(inst, first, "U"), scalar_source(inst, offset, "u"), _imm(inst)
     r = base_operand.index
@@ -510,7 +525,7 @@ def _scalar_load(lay: Layout, inst: Instruction) -> Step:
 
 
 def _time(lay: Layout, inst: Instruction) -> Step:
-    allowed(inst, ())
+    allowed(inst, (), 1)
     put = scalar_put(inst, inst.operands[0], "U")
 
     def issue(st: Waves) -> Any:
@@ -614,7 +629,7 @@ def transpose(words: Array, bits: int) -> Array:
 
 
 def _ds_transpose(lay: Layout, inst: Instruction) -> Step:
-    allowed(inst, ("offset",))
+    allowed(inst, ("offset",), 2)
     bits = int(inst.base.rsplit("b", 1)[1])
     va, imm = inst.operands[1], _imm(inst)
     address, planes = vector_source(lay, inst, va, "u"), _planes(lay, inst, inst.operands[0], 2)
@@ -634,7 +649,7 @@ def _ds_lanes(pick: Callable[[Array, Array, Array], Array], swizzle: bool) -> Ca
     """Cross-lane permutes: they use LDS's crossbar, no memory, and arrive like an LDS read."""
 
     def make(lay: Layout, inst: Instruction) -> Step:
-        allowed(inst, ("offset",))
+        allowed(inst, ("offset",), 2 if swizzle else 3)
         d = inst.operands[0]
         planes, imm = _planes(lay, inst, d, 1), u32(_imm(inst))
         sources = [vector_source(lay, inst, o, "u") for o in inst.operands[1:]]
@@ -677,7 +692,7 @@ def _swizzle(index: Array, x: Array, mask: Array) -> Array:
 
 def _ds_atomic(lay: Layout, inst: Instruction) -> Step:
     """An LDS atomic without return value; it counts as a write of its word."""
-    allowed(inst, ("offset",))
+    allowed(inst, ("offset",), 2)
     kind = {"ds_add_u32": "add", "ds_max_u32": "umax", "ds_min_u32": "umin", "ds_max_i32": "smax", "ds_min_i32": "smin"}
     kind |= {"ds_add_f32": "add_f32", "ds_or_b32": "or", "ds_and_b32": "and"}
     va, data = inst.operands

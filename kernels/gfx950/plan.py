@@ -48,6 +48,8 @@ def bind(lay: Layout, inst: Instruction) -> Step:
             base.removeprefix("s_cbranch_")[:3], ()
         )
         return Step(inst, "control", tuple(SCALAR_BASE + r for r in reads), (), None)
+    if base == "s_nop" and not all(o.kind == "const" and o.value in range(16) for o in inst.operands):
+        raise inst.error("expected a number from 0 to 15")
     if base in salu.NOTHING or base == "v_nop":
         return Step(inst, "nothing", (), (), None)
     if base in salu.ROWS:

@@ -172,6 +172,8 @@ class Layout(NamedTuple):
     def plane(self, inst: Instruction, o: Operand, word: int = 0) -> int:
         """The plane of a vector register; an error where the kernel's descriptor does not reserve it."""
         k = self.kernel
+        if o.kind not in ("v", "a"):
+            raise inst.error(f"operand {o.text} must be a vector register")
         limit = k.vgprs if o.kind == "v" else k.agprs
         if word >= o.count:
             raise inst.error(f"operand {o.text} holds {o.count} registers, expected at least {word + 1}")
@@ -190,6 +192,9 @@ class Layout(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------- constants
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def constant(inst: Instruction, o: Operand, kind: str) -> Array:
     """A constant operand as a zero-dimensional array of the type `kind` wants."""
     v = o.value
@@ -206,7 +211,8 @@ def constant(inst: Instruction, o: Operand, kind: str) -> Array:
         if isinstance(v, float):
             return np.array(v, np.float16)
         return np.array(v & 0xFFFF, np.uint16).view(np.float16)
-    if isinstance(v, int) and not -(1 << 31) <= v < (1 << 32):
+    fits = -(1 << 31) <= v < (1 << 32) if isinstance(v, int) else abs(v) <= _LARGEST
+    if not fits:
         raise inst.error(f"constant {o.text} does not fit 32 bits")
     word = np.array(v & 0xFFFFFFFF if isinstance(v, int) else float_bits(v), np.uint32)
     return word.view({"i": np.int32, "f": np.float32}.get(kind, np.uint32))
@@ -377,6 +383,8 @@ def scalar_put(inst: Instruction, o: Operand, kind: str) -> Put:
         return put_scc
     if o.kind != "s" or o.index >= SCC:
         raise inst.error(f"operand {o.text} cannot be written by a scalar instruction")
+    if kind in "UIF" and o.count != 2:
+        raise inst.error(f"operand {o.text} must be a pair of registers")
     index = o.index
     executes = index in (EXEC, EXEC + 1)
 
@@ -423,8 +431,10 @@ class Step(NamedTuple):
     matrix: Any = None
 
 
-def allowed(inst: Instruction, names: Sequence[str] | frozenset[str]) -> None:
-    """Refuse a modifier the row does not understand."""
+def allowed(inst: Instruction, names: Sequence[str] | frozenset[str], operands: int | None = None) -> None:
+    """Refuse a modifier the row does not understand, and another number of operands where there is one."""
     for name in inst.modifiers:
         if name not in names:
             raise inst.error(f"modifier {name!r} is not understood on this instruction")
+    if operands is not None and len(inst.operands) != operands:
+        raise inst.error(f"expected {operands} operands, found {len(inst.operands)}")

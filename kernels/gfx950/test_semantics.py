@@ -832,6 +832,21 @@ def test_integer_clamp_saturates() -> None:
     assert (st.r[0] == 0).all()
 
 
+def test_sdwa_of_float16() -> None:
+    """Halves in, a half out, the rest kept."""
+    st = waves(1)
+    one, two, three = 0x3C00, 0x4000, 0x4200
+    st.r[0][...], st.r[1][...], st.r[2][...] = 0x12345678, two << 16 | 7, three << 16 | one
+    keep = "dst_unused:UNUSED_PRESERVE"
+    run(f"v_add_f16_sdwa v0, -v1, v2 dst_sel:WORD_1 {keep} src0_sel:WORD_1 src1_sel:WORD_0", st)
+    assert (st.r[0] == (0xBC00 << 16 | 0x5678)).all()
+    st.f[3][...] = 2.0
+    run(f"v_cvt_f16_f32_sdwa v0, v3 dst_sel:WORD_0 {keep} src0_sel:DWORD", st)
+    assert (st.r[0] == (0xBC00 << 16 | two)).all()
+    run("v_cvt_f32_f16_sdwa v4, v2 dst_sel:DWORD src0_sel:WORD_1", st)
+    assert (st.f[4] == 3.0).all()
+
+
 @pytest.mark.parametrize("source", ["BYTE_0", "BYTE_3", "WORD_1", "DWORD"])
 @pytest.mark.parametrize("target", ["BYTE_1", "WORD_1", "DWORD"])
 @pytest.mark.parametrize("unused", ["UNUSED_PAD", "UNUSED_PRESERVE", "UNUSED_SEXT"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from mxgate.kernels.gfx950 import parse
-from mxgate.kernels.gfx950.text import TextError, instruction
+from mxgate.kernels.gfx950.text import LONGEST, TextError, instruction
 
 
 def assembly(
@@ -163,6 +163,77 @@ def test_waits(text: str, counts: dict[str, int]) -> None:
     assert dict(instruction(text).modifiers) == counts
 
 
+# Found by damaging texts (mxgate.conformance.fuzz): each was accepted, or ended in another exception.
+MISSHAPEN = {
+    "v_readlane_b32 s0, v1": "expected 3 operands, found 2",
+    "v_readfirstlane_b32 s0": "expected 2 operands, found 1",
+    "v_writelane_b32 v0, s1, s2, s3": "expected 3 operands, found 4",
+    "v_swap_b32 v0": "expected 2 operands",
+    "v_permlane32_swap_b32 v0": "expected 2 operands",
+    "v_cvt_pk_fp8_f32 v0, v1": "expected 3 operands",
+    "v_cvt_f32_fp8 v0": "expected 2 operands",
+    "v_cvt_scalef32_pk_f32_fp8 v[0:1], v2, v3, v4": "expected 3 operands",
+    "v_cvt_scalef32_pk_fp8_f32 v0, v1, v2": "expected 4 operands",
+    "v_pk_add_f32 v[0:1], v[2:3]": "expected 3 operands",
+    "v_pk_mad_u16 v0, v1, v2": "expected 4 operands",
+    "v_cmpx_lt_u32 vcc, v0, v1, v2": "expected 3 operands, found 4",
+    "buffer_atomic_add v0, v1, s[4:7]": "expected 4 operands, found 3",
+    "global_atomic_add v[0:1], v2": "expected 3 operands, found 2",
+    "ds_add_u32 v0": "expected 2 operands",
+    "ds_bpermute_b32 v0, v1": "expected 3 operands",
+    "ds_read_b64_tr_b8 v[0:1]": "expected 2 operands",
+    "s_memtime s[0:1], s2": "expected 1 operands",
+    "s_nop 16": "a number from 0 to 15",
+    "s_nop v3": "a number from 0 to 15",
+    "v_readlane_b32 s0, v1, v[2:3], v4": "expected 3 operands",
+    "v_swap_b32 v0, 5": "operand 5 must be a vector register",
+    "v_cvt_f32_fp8 s0, v1": "operand s0 must be a vector register",
+    "s_mov_b32 s128, 0": "unknown operand 's128'",
+    "s_mov_b64 s[127:128], 0": "unknown operand",
+    "s_mov_b64 s5, 0": "operand s5 must be a pair of registers",
+    "s_load_dword s0, v[2:3], 0": "must be 2 scalar registers",
+    "s_load_dword s0, s2, 0": "must be 2 scalar registers",
+    "s_buffer_load_dword s0, s[2:3], 0": "must be 4 scalar registers",
+    "buffer_load_dword v0, 7, s[4:7], 0": "do not go together",
+    "buffer_store_dword v0, s[4:7], 0 lds": "takes nothing from LDS",
+    "scratch_load_dword v0, 7, off": "expected a vector register or off",
+    "buffer_load_dword v0, off, s[4:7], 0 offset:4096": "offset must be from 0 to 4095",
+    "buffer_load_dword v0, off, s[4:7], 0 offset:-1": "offset must be from 0 to 4095",
+    "global_load_dword v0, v[1:2], off offset:4096": "offset must be from -4096 to 4095",
+    "ds_read2_b32 v[0:1], v2 offset0:256": "offset0 must be from 0 to 255",
+    "ds_read_b32 v0, v1 offset:99999999999": "unknown modifier",
+    "ds_swizzle_b32 v0, v1 offset:swizzle(QUAD_PERM,9,9,9,9)": "unknown modifier",
+    "ds_swizzle_b32 v0, v1 offset:swizzle(SWAP,²)": "unknown modifier",
+    "v_mov_b32_dpp v0, v1 quad_perm:[1,0]": "quad_perm must be a list of four lanes",
+    "v_mov_b32_dpp v0, v1 quad_perm:[1,0,3,64]": "quad_perm must be a list of four lanes",
+    "v_mov_b32_dpp v0, v1 row_shl:16": "DPP control row_shl:16 is not understood",
+    "v_mov_b32_dpp v0, v1 row_newbcast:64": "DPP control row_newbcast:64 is not understood",
+    "v_mov_b32_dpp v0, v1 row_shr:1 row_mask:-1": "row_mask and bank_mask are 0 to 15",
+    "v_bitop3_b32 v0, v1, v2, v3 bitop3:-1": "bitop3 table of 0 to 255",
+    "v_add_u32_sdwa v0, v1, v2 src0_sel:BYTE_4": "source selection 'BYTE_4' is not understood",
+    "v_add_u32_sdwa v0, v1, v2 dst_sel:WORD_2": "destination selection 'WORD_2'",
+    "v_add_f64_sdwa v[0:1], v[2:3], v[4:5]": "SDWA is not understood on 64 bits",
+    "v_mul_f32_e32 v0, 3.5e38, v1": "constant 3.5e38 does not fit 32 bits",
+    "v_mul_f32_e32 v0, 1.0e999, v1": "unknown operand",
+    "v_mov_b32_e32 v0, 010": "unknown operand '010'",
+    f"v_mov_b32_e32 v0, {'9' * 5000}": "unknown operand '999",
+    f"v_mov_b32_e32 v{'9' * 5000}, 0": "operand v999",
+    "v_mov_b32_e32 v[0:99999999], 0": "unknown operand",
+    f"s_waitcnt vmcnt({'9' * 5000})": "counters cannot be read",
+    "v_mov_b32_e32 v0, \x1b[2J": r"unknown operand '\\x1b\[2J'",
+}
+
+
+@pytest.mark.parametrize("line", MISSHAPEN, ids=lambda line: line[:50])
+def test_a_misshapen_instruction_is_an_error_in_one_line(line: str) -> None:
+    from mxgate.kernels.gfx950 import run
+
+    with pytest.raises(TextError, match=MISSHAPEN[line]) as e:
+        run(parse(assembly(f"{line}\ns_endpgm", agprs=8)), [], 1)
+    message = str(e.value)
+    assert message.startswith("line 4: ") and message.isprintable() and len(message) <= LONGEST
+
+
 @pytest.mark.parametrize(
     ("body", "what"),
     [
@@ -195,13 +266,26 @@ def test_what_is_not_understood_is_an_error_with_its_line(body: str, what: str) 
     [
         (lambda t: t.replace(".amdhsa_kernel", ".amdhsa_colonel"), "no .amdhsa_kernel"),
         (lambda t: t.replace("gfx950", "gfx942"), "expected gfx950"),
-        (lambda t: t.replace("fixed_size 0", "fixed_size 163841", 1), "163841 bytes of LDS"),
-        (lambda t: t.replace("next_free_vgpr 64", "next_free_vgpr 600"), "600 vector registers"),
+        (lambda t: t.replace("fixed_size 0", "fixed_size 163841", 1), "_fixed_size is 163841, expected 0 to 163840"),
+        (lambda t: t.replace("next_free_vgpr 64", "next_free_vgpr 600"), "line 15: .amdhsa_next_free_vgpr is 600, exp"),
         (lambda t: t.replace("k:\n", "other:\n", 1), "no instructions under the label"),
         (lambda t: t.replace("next_free_vgpr 64", "next_free_vgpr many"), "must be a number"),
+        (lambda t: t.replace("next_free_vgpr 64", "next_free_vgpr -64"), "next_free_vgpr is -64, expected 0 to 512"),
+        (lambda t: t.replace("accum_offset 64", f"accum_offset {'9' * 5000}"), "accum_offset must be a number"),
+        (lambda t: t.replace("private_segment_fixed_size 0", "private_segment_fixed_size 999999"), "0 to 131072"),
+        (lambda t: t.replace("kernarg_size 8", "kernarg_size 99999"), "kernarg_size is 99999, expected 0 to 65536"),
+        (lambda t: t.replace(".offset: 0", ".offset: -4"), "argument 0 is 8 bytes from -4 on, expected some of the 8"),
+        (lambda t: t.replace(".size: 8", ".size: 0"), "argument 0 is 0 bytes from 0 on"),
+        (lambda t: t.replace(".size: 8", ".size: 9"), "argument 0 is 9 bytes from 0 on"),
+        (lambda t: t.replace("      - 64", "      - - 1"), ".reqd_workgroup_size is"),
+        (lambda t: t.replace("      - 64", "      - -64"), ".reqd_workgroup_size is .-64, 1, 1., expected three"),
+        (
+            lambda t: t.replace("amdhsa.version", "\n".join(f"{' ' * i}a:" for i in range(2000)) + "\namdhsa.version"),
+            "nested deeper than 32 levels",
+        ),
         (lambda t: t.replace("\t.end_amdgpu_metadata\n", ""), "never closed"),
     ],
 )
 def test_malformed_files(change: object, what: str) -> None:
     with pytest.raises(TextError, match=what):
-        parse(change(assembly("s_endpgm")))  # type: ignore[operator]
+        parse(change(assembly("s_endpgm", args=(8,))))  # type: ignore[operator]

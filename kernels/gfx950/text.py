@@ -15,10 +15,34 @@ from types import MappingProxyType
 
 LDS_LIMIT = 160 * 1024
 REGISTER_LIMIT = 512
+DEPTH = 32  # of metadata; LLVM's has 4 levels
+LONGEST = 400  # characters of a message
+
+# What a descriptor may say: bytes, registers, and the words of preloaded arguments. Scratch is what a wave's size
+# register can state, 13 bits of 256 dwords, for 64 lanes.
+LIMITS = {
+    "group_segment_fixed_size": LDS_LIMIT,
+    "private_segment_fixed_size": (1 << 13) * 1024 // 64,
+    "kernarg_size": 1 << 16,
+    "next_free_vgpr": REGISTER_LIMIT,
+    "accum_offset": REGISTER_LIMIT,
+    "next_free_sgpr": 128,
+    "user_sgpr_kernarg_preload_length": 15,
+    "user_sgpr_kernarg_preload_offset": 15,
+}
+
+
+def one_line(message: str) -> str:
+    """A message with text from a file in it, safe to print: on one line, and not long."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message[: 2 * LONGEST])
+    return shown if len(shown) <= LONGEST else f"{shown[: LONGEST - 3]}..."
 
 
 class TextError(ValueError):
     """The text is not a gfx950 kernel this machine can run; the message names the line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +144,11 @@ MODIFIERS = {
     **dict.fromkeys(("op_sel", "op_sel_hi", "neg_lo", "neg_hi", "quad_perm"), "list"),
 }
 
-_REGISTER = re.compile(r"^([vas])(?:(\d+)|\[(\d+)(?::(\d+))?\])$")
-_NUMBER = re.compile(r"^-?(?:0[xX][0-9a-fA-F]+|\d+)$")
-_FLOAT = re.compile(r"^-?\d+\.\d*(?:[eE][-+]?\d+)?$")
+# As many digits as there can be a use for: Python refuses to convert very many, and is slow with many. An integer with
+# a leading zero would be octal; LLVM prints none.
+_REGISTER = re.compile(r"^([vas])(?:(\d{1,4})|\[(\d{1,4})(?::(\d{1,4}))?\])$", re.ASCII)
+_NUMBER = re.compile(r"^-?(?:0[xX][0-9a-fA-F]{1,16}|0|[1-9]\d{0,19})$", re.ASCII)
+_FLOAT = re.compile(r"^-?\d{1,40}\.\d{0,40}(?:[eE][-+]?\d{1,3})?$", re.ASCII)
 _SUFFIX = re.compile(r"_(e32|e64|e64_dpp|dpp|sdwa)$")
 _LABEL = re.compile(r"^([.\w$]+):(.*)$")
 _BRANCH = re.compile(r"^s_(branch|cbranch_\w+)$")
@@ -160,7 +186,9 @@ def operand(text: str) -> Operand | None:
     if m is not None:
         first = int(m[2] if m[2] is not None else m[3])
         last = int(m[4]) if m[4] is not None else first
-        return None if last < first else Operand(m[1], first, last - first + 1, 0, neg, absolute, sext, text)
+        if last < first or (m[1] == "s" and last >= SCC):
+            return None
+        return Operand(m[1], first, last - first + 1, 0, neg, absolute, sext, text)
     if body in SPECIAL:
         return Operand("s", *SPECIAL[body], 0, neg, absolute, sext, text)
     if body in ("scc", "src_scc"):
@@ -172,10 +200,15 @@ def operand(text: str) -> Operand | None:
     if _FLOAT.match(body):
         sign, digits = (-1.0, body[1:]) if body.startswith("-") else (1.0, body)
         value = sign * INLINE_FLOATS.get(digits, float(digits))
+        if abs(value) == float("inf"):
+            return None
         return Operand("const", value=value, neg=neg, abs=absolute, sext=sext, text=text)
     if re.match(r"^[A-Za-z_.$][\w.$]*(\(.*\))?$", body):
         return Operand("name", text=text)
     return None
+
+
+_GROUPS = (1, 2, 4, 8, 16, 32)  # lanes that a swizzle's name may speak of
 
 
 def _swizzle(value: str) -> int | None:
@@ -187,14 +220,14 @@ def _swizzle(value: str) -> int | None:
     if kind == "BITMASK_PERM" and len(rest) == 1 and re.match(r"^[01pi]{5}$", rest[0]):
         masks = [sum(1 << (4 - k) for k, c in enumerate(rest[0]) if c in chosen) for chosen in ("pi", "1", "i")]
         return masks[0] | masks[1] << 5 | masks[2] << 10
-    if not all(x.isdigit() for x in rest):
+    if not all(re.match(r"^\d{1,2}$", x, re.ASCII) for x in rest):
         return None
     n = [int(x) for x in rest]
-    if kind == "QUAD_PERM" and len(n) == 4:
+    if kind == "QUAD_PERM" and len(n) == 4 and max(n) < 4:
         return 0x8000 | n[0] | n[1] << 2 | n[2] << 4 | n[3] << 6
-    if kind == "BROADCAST" and len(n) == 2:
+    if kind == "BROADCAST" and len(n) == 2 and n[0] in _GROUPS and n[1] < n[0]:
         return (32 - n[0]) | n[1] << 5
-    if kind in ("SWAP", "REVERSE") and len(n) == 1:
+    if kind in ("SWAP", "REVERSE") and len(n) == 1 and n[0] in _GROUPS and (kind == "REVERSE" or n[0] < 32):
         return 31 | (n[0] if kind == "SWAP" else n[0] - 1) << 10
     return None
 
@@ -205,18 +238,22 @@ def _modifier(token: str) -> tuple[str, Modifier] | None:
     if name == "offset" and value.startswith("swizzle("):
         code = _swizzle(value)
         return None if code is None else (name, code)
-    try:
-        if form == "flag" and not colon:
-            return name, True
-        if form == "int" and colon:
-            return name, int(value, 0)
-        if form == "name" and colon:
-            return name, value
-        if form == "list" and value.startswith("[") and value.endswith("]"):
-            return name, tuple(int(x, 0) for x in value[1:-1].split(","))
-    except ValueError:
-        pass
+    if form == "flag" and not colon:
+        return name, True
+    if form == "int" and colon and _field(value):
+        return name, int(value, 0)
+    if form == "name" and colon:
+        return name, value
+    if form == "list" and value.startswith("[") and value.endswith("]"):
+        items = [x.strip() for x in value[1:-1].split(",")]
+        if all(map(_field, items)):
+            return name, tuple(int(x, 0) for x in items)
     return None
+
+
+def _field(value: str) -> bool:
+    """Whether a modifier's number fits the widest field there is, 21 bits with a sign."""
+    return _NUMBER.match(value) is not None and -(1 << 20) <= int(value, 0) < 1 << 20
 
 
 def waits(inst_text: str) -> dict[str, Modifier] | None:
@@ -228,7 +265,7 @@ def waits(inst_text: str) -> dict[str, Modifier] | None:
         return {k: v for k, v in counts.items() if v != {"vmcnt": 63, "lgkmcnt": 15}[k]}
     found: dict[str, Modifier] = {}
     for token in re.sub(r"[&,]", " ", body).split():
-        m = re.match(r"^(vmcnt|lgkmcnt|expcnt)\((\d+)\)$", token)
+        m = re.match(r"^(vmcnt|lgkmcnt|expcnt)\((\d{1,4})\)$", token, re.ASCII)
         if m is None:
             return None
         if m[1] != "expcnt":
@@ -280,21 +317,26 @@ def instruction(text: str, line: int = 1, index: int = 0) -> Instruction:
 
 
 def _yaml(lines: list[str]) -> object:
-    """The subset of YAML that LLVM writes for kernel metadata: nested maps and lists of scalars or maps."""
+    """The subset of YAML that LLVM writes for kernel metadata: nested maps and lists of scalars or maps.
+
+    TextError for what is nested deeper than DEPTH.
+    """
     rows = [(len(x) - len(x.lstrip()), x.strip()) for x in lines if x.strip() and x.strip() not in ("---", "...")]
 
     def scalar(x: str) -> object:
         x = x.strip()
         return int(x, 0) if _NUMBER.match(x) else x.strip("'\"")
 
-    def block(i: int, indent: int) -> tuple[object, int]:
+    def block(i: int, indent: int, depth: int = 0) -> tuple[object, int]:
+        if depth > DEPTH:
+            raise TextError(f"the kernels' metadata is nested deeper than {DEPTH} levels: `{rows[i][1]}`")
         if rows[i][1].startswith("- ") or rows[i][1] == "-":
             items: list[object] = []
             while i < len(rows) and rows[i][0] == indent and rows[i][1].startswith("-"):
                 body = rows[i][1][1:].strip()
                 if re.match(r"^[.\w]+:( |$)", body):
                     rows[i] = (indent + 2, body)
-                    item, i = block(i, indent + 2)
+                    item, i = block(i, indent + 2, depth + 1)
                 else:
                     item, i = scalar(body), i + 1
                 items.append(item)
@@ -307,7 +349,7 @@ def _yaml(lines: list[str]) -> object:
             elif i + 1 < len(rows) and (
                 rows[i + 1][0] > indent or (rows[i + 1][0] == indent and rows[i + 1][1][:2] == "- ")
             ):
-                out[key.strip()], i = block(i + 1, rows[i + 1][0])
+                out[key.strip()], i = block(i + 1, rows[i + 1][0], depth + 1)
             else:
                 out[key.strip()], i = "", i + 1
         return out, i
@@ -330,10 +372,13 @@ def _descriptors(lines: list[str]) -> dict[str, dict[str, int]]:
         elif current is not None and s.startswith(".amdhsa_"):
             parts = s.split()
             if len(parts) < 2 or not _NUMBER.match(parts[1]):
-                if parts[0] in (".amdhsa_next_free_vgpr", ".amdhsa_next_free_sgpr", ".amdhsa_accum_offset"):
+                if parts[0].removeprefix(".amdhsa_") in LIMITS:
                     raise TextError(f"line {n}: {parts[0]} must be a number: `{s}`")
                 continue
-            current[parts[0][len(".amdhsa_") :]] = int(parts[1], 0)
+            key, value = parts[0].removeprefix(".amdhsa_"), int(parts[1], 0)
+            if not 0 <= value <= LIMITS.get(key, value):
+                raise TextError(f"line {n}: {parts[0]} is {value}, expected 0 to {LIMITS.get(key, 'more')}: `{s}`")
+            current[key] = value
     return found
 
 
@@ -376,11 +421,6 @@ def parse(text: str, name: str | None = None) -> Kernel:
     total = d.get("next_free_vgpr", 0)
     accum = d.get("accum_offset", total)
     vgprs, agprs = min(accum, total), max(total - accum, 0)
-    lds = d.get("group_segment_fixed_size", 0)
-    if lds > LDS_LIMIT:
-        raise TextError(f"kernel {name}: {lds} bytes of LDS, a compute unit has {LDS_LIMIT}")
-    if total > REGISTER_LIMIT:
-        raise TextError(f"kernel {name}: {total} vector registers, a lane has {REGISTER_LIMIT}")
     args = meta.get(".args", [])
     arguments = tuple(
         Argument(
@@ -389,8 +429,18 @@ def parse(text: str, name: str | None = None) -> Kernel:
         for a in (args if isinstance(args, list) else [])
         if isinstance(a, dict)
     )
-    size = meta.get(".reqd_workgroup_size")
     kernarg = d.get("kernarg_size", _integer(meta, ".kernarg_segment_size"))
+    if not 0 <= kernarg <= LIMITS["kernarg_size"]:
+        raise TextError(f"kernel {name}: {kernarg} bytes of arguments, expected 0 to {LIMITS['kernarg_size']}")
+    for n, a in enumerate(arguments):
+        if not (a.offset >= 0 < a.size and a.offset + a.size <= kernarg):
+            where = f"{a.size} bytes from {a.offset} on"
+            raise TextError(f"kernel {name}: argument {n} is {where}, expected some of the {kernarg} of its arguments")
+    size = meta.get(".reqd_workgroup_size")
+    if size is not None and not (
+        isinstance(size, list) and len(size) == 3 and all(isinstance(n, int) and 1 <= n <= 1024 for n in size)
+    ):
+        raise TextError(f"kernel {name}: .reqd_workgroup_size is {size}, expected three numbers from 1 to 1024")
     return Kernel(
         name=name,
         instructions=instructions,
@@ -398,13 +448,11 @@ def parse(text: str, name: str | None = None) -> Kernel:
         vgprs=vgprs,
         agprs=agprs,
         sgprs=d.get("next_free_sgpr", 0),
-        lds_bytes=lds,
+        lds_bytes=d.get("group_segment_fixed_size", 0),
         scratch_bytes=d.get("private_segment_fixed_size", 0),
         kernarg_bytes=kernarg,
         arguments=arguments,
-        workgroup_size=(int(size[0]), int(size[1]), int(size[2]))
-        if isinstance(size, list) and len(size) == 3
-        else None,
+        workgroup_size=(size[0], size[1], size[2]) if size is not None else None,
         vgpr_spills=_integer(meta, ".vgpr_spill_count"),
         sgpr_spills=_integer(meta, ".sgpr_spill_count"),
         descriptor=MappingProxyType(d),

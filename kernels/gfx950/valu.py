@@ -519,15 +519,25 @@ DPP = frozenset(
 )
 
 
+# A part of a register: a byte, or a half.
+_PART = re.compile(r"^(?:(BYTE)_([0-3])|(WORD)_([01]))$")
+
+
+def _part(m: re.Match[str]) -> tuple[int, int]:
+    """(its bits, its lowest one)."""
+    bits, number = (8, m[2]) if m[1] else (16, m[4])
+    return bits, bits * int(number)
+
+
 def _sdwa_source(inst: Instruction, get: Get, number: int, sext: bool) -> Get:
     sel = str(inst.modifiers.get(f"src{number}_sel", "DWORD"))
-    m = re.match(r"^(BYTE|WORD)_(\d)$", sel)
+    m = _PART.match(sel)
     if m is None:
         if sel != "DWORD":
             raise inst.error(f"source selection {sel!r} is not understood")
         return get
-    bits = 8 if m[1] == "BYTE" else 16
-    shift, mask = u32(bits * int(m[2])), u32((1 << bits) - 1)
+    bits, at = _part(m)
+    shift, mask = u32(at), u32((1 << bits) - 1)
 
     def pick(st: Waves) -> Array:
         x = (get(st).view(u32) >> shift) & mask
@@ -542,11 +552,10 @@ def _sdwa_put(lay: Layout, inst: Instruction, o: Operand) -> Put:
     sel, unused = str(inst.modifiers.get("dst_sel", "DWORD")), str(inst.modifiers.get("dst_unused", "UNUSED_PAD"))
     if sel == "DWORD":
         return vector_put(lay, inst, o, "u")
-    m = re.match(r"^(BYTE|WORD)_(\d)$", sel)
+    m = _PART.match(sel)
     if m is None or unused not in ("UNUSED_PAD", "UNUSED_SEXT", "UNUSED_PRESERVE"):
         raise inst.error(f"destination selection {sel!r} {unused!r} is not understood")
-    bits = 8 if m[1] == "BYTE" else 16
-    at, p = bits * int(m[2]), lay.plane(inst, o)
+    (bits, at), p = _part(m), lay.plane(inst, o)
     mask = (1 << bits) - 1
 
     def put(st: Waves, x: Array) -> None:
@@ -571,6 +580,11 @@ def dpp_lanes(inst: Instruction) -> tuple[Array, Array, Array]:
     if len(kinds) != 1:
         raise inst.error("expected one DPP control")
     kind, n = kinds[0], m[kinds[0]]
+    count = int(str(n)) if kind.startswith("row_") and not isinstance(n, (bool, tuple)) else 1
+    if not 0 <= count < (32 if kind == "row_bcast" else 16) or (kind != "row_newbcast" and count == 0):
+        raise inst.error(f"DPP control {kind}:{n} is not understood")
+    if kind == "quad_perm" and not (isinstance(n, tuple) and len(n) == 4 and set(n) <= {0, 1, 2, 3}):
+        raise inst.error("quad_perm must be a list of four lanes")
     if kind == "quad_perm":
         source = (lane & ~3) + np.array(n)[lane & 3]
     elif kind == "row_shl":
@@ -600,6 +614,8 @@ def dpp_lanes(inst: Instruction) -> tuple[Array, Array, Array]:
     else:
         raise inst.error(f"DPP control {kind}:{n} is not understood")
     rows, banks = int(str(m.get("row_mask", 15))), int(str(m.get("bank_mask", 15)))
+    if not (0 <= rows < 16 and 0 <= banks < 16):
+        raise inst.error("row_mask and bank_mask are 0 to 15")
     writable = ((rows >> (lane >> 4)) & 1 == 1) & ((banks >> ((lane >> 2) & 3)) & 1 == 1)
     return source, valid, writable
 
@@ -627,8 +643,8 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     if special is not None:
         return special(lay, inst)
     if inst.base == "v_bitop3_b32":
-        if "bitop3" not in inst.modifiers:
-            raise inst.error("expected a bitop3 table")
+        if inst.modifiers.get("bitop3") not in range(256):
+            raise inst.error("expected a bitop3 table of 0 to 255")
         row = Row("u", "uuu", _bitop3(int(str(inst.modifiers["bitop3"]))), frozenset(("bitop3",)))
     else:
         row = ROWS[inst.base]
@@ -657,7 +673,9 @@ def bind(lay: Layout, inst: Instruction) -> Step:
         if "op_sel" in row.modifiers:
             sel = inst.modifiers.get("op_sel", (0, 0, 0))
             half = sel[number] if isinstance(sel, tuple) and number < len(sel) else 0
-        if sdwa and kind in "uif":
+        if sdwa and (kind in "UIF" or (kind == "h" and o.kind == "const")):
+            raise inst.error("SDWA is not understood on 64 bits, nor on a float16 constant")
+        if sdwa and kind in "uifh":
             raw = Operand(o.kind, o.index, o.count, o.value, text=o.text)
             picked = _sdwa_source(inst, vector_source(lay, inst, raw, "u"), number, o.sext)
             gets.append(_retype(o, picked, kind))
@@ -680,6 +698,11 @@ def bind(lay: Layout, inst: Instruction) -> Step:
             raise inst.error("clamp is not understood on this instruction")
         fn = row.saturated
     put = _sdwa_put(lay, inst, operands[0]) if sdwa and destinations != "m" else None
+    if put is not None and destinations not in ("u", "i", "f", "h"):
+        raise inst.error("SDWA is not understood on 64 bits")
+    if put is not None and destinations == "h":
+        half_put = put
+        put = lambda st, x: half_put(st, np.asarray(x, np.float16).view(np.uint16).astype(u32))  # noqa: E731
     if put is not None and destinations[0] in "if":
         inner_put = put
         put = lambda st, x: inner_put(st, np.ascontiguousarray(np.broadcast_to(x, (st.n, 64))).view(u32))  # noqa: E731
@@ -713,10 +736,10 @@ def _high(get: Get) -> Get:
 
 
 def _retype(o: Operand, get: Get, kind: str) -> Get:
-    t = {"u": u32, "i": np.int32, "f": np.float32}[kind]
+    t = {"u": u32, "i": np.int32, "f": np.float32, "h": np.float16}[kind]
 
     def typed(st: Waves) -> Array:
-        x = get(st).view(t)
+        x = (get(st).astype(np.uint16) if kind == "h" else get(st)).view(t)
         x = np.abs(x) if o.abs else x
         return -x if o.neg else x
 
@@ -772,6 +795,8 @@ def _cmpx(lay: Layout, inst: Instruction, row: Row) -> Step:
     operands = list(inst.operands)
     if len(operands) == len(row.sources):
         operands.insert(0, _VCC)
+    if len(operands) != 1 + len(row.sources):
+        raise inst.error(f"expected {1 + len(row.sources)} operands, found {len(operands)}")
     gets = [vector_source(lay, inst, o, k) for o, k in zip(operands[1:], row.sources, strict=True)]
     put = vector_put(lay, inst, operands[0], "m")
     execute = vector_put(lay, inst, Operand("s", 126, 2, text="exec"), "m")
@@ -791,7 +816,7 @@ def _cmpx(lay: Layout, inst: Instruction, row: Row) -> Step:
 
 # ------------------------------------------------------------------------------------- instructions of their own shape
 def _readfirstlane(lay: Layout, inst: Instruction) -> Step:
-    allowed(inst, ())
+    allowed(inst, (), 2)
     get, put = vector_source(lay, inst, inst.operands[1], "u"), scalar_put(inst, inst.operands[0], "u")
 
     def run(st: Waves) -> None:
@@ -803,7 +828,7 @@ def _readfirstlane(lay: Layout, inst: Instruction) -> Step:
 
 
 def _readlane(lay: Layout, inst: Instruction) -> Step:
-    allowed(inst, ())
+    allowed(inst, (), 3)
     d, s, lane = inst.operands
     get, at, put = vector_source(lay, inst, s, "u"), scalar_source(inst, lane, "u"), scalar_put(inst, d, "u")
 
@@ -815,7 +840,7 @@ def _readlane(lay: Layout, inst: Instruction) -> Step:
 
 
 def _writelane(lay: Layout, inst: Instruction) -> Step:
-    allowed(inst, ())
+    allowed(inst, (), 3)
     d, s, lane = inst.operands
     get, at, p = scalar_source(inst, s, "u"), scalar_source(inst, lane, "u"), lay.plane(inst, d)
 
@@ -829,7 +854,7 @@ def _swap(rows: int) -> Callable[[Layout, Instruction], Step]:
     """v_permlane{16,32}_swap: the odd `rows`-lane rows of the first trade places with the even ones of the second."""
 
     def make(lay: Layout, inst: Instruction) -> Step:
-        allowed(inst, ("bound_ctrl", "fi"))
+        allowed(inst, ("bound_ctrl", "fi"), 2)
         p, q = lay.plane(inst, inst.operands[0]), lay.plane(inst, inst.operands[1])
         odd = (LANES // rows) % 2 == 1
         even = ~odd
@@ -848,7 +873,7 @@ def _swap(rows: int) -> Callable[[Layout, Instruction], Step]:
 
 
 def _v_swap(lay: Layout, inst: Instruction) -> Step:
-    allowed(inst, ())
+    allowed(inst, (), 2)
     p, q = lay.plane(inst, inst.operands[0]), lay.plane(inst, inst.operands[1])
 
     def run(st: Waves) -> None:
@@ -878,7 +903,7 @@ PACKED32: dict[str, Fn] = {
 
 def _packed32(lay: Layout, inst: Instruction) -> Step:
     """Two float32 results; op_sel and op_sel_hi pick the register of each source pair for the low and high result."""
-    allowed(inst, PACKED - {"clamp"})
+    allowed(inst, PACKED - {"clamp"}, 4 if "_fma_" in inst.base else 3)
     d, *src = inst.operands
     n, fn = len(src), PACKED32[inst.base]
     move = inst.base == "v_pk_mov_b32"
@@ -954,7 +979,7 @@ PACKED16: dict[str, Fn] = {
 
 def _packed16(lay: Layout, inst: Instruction) -> Step:
     """Two 16-bit results of one register; op_sel and op_sel_hi pick the half of each source."""
-    allowed(inst, PACKED - {"clamp"})
+    allowed(inst, PACKED - {"clamp"}, 4 if "_fma_" in inst.base or "_mad_" in inst.base else 3)
     d, *src = inst.operands
     n, fn = len(src), PACKED16[inst.base]
     low, high = _select(inst, "op_sel", 0, n), _select(inst, "op_sel_hi", 1, n)
@@ -981,7 +1006,7 @@ def _packed16(lay: Layout, inst: Instruction) -> Step:
 
 def _cvt_pk8(lay: Layout, inst: Instruction) -> Step:
     """v_cvt_pk_{fp8,bf8}_f32: two codes into the low half, or the high one with op_sel[2]; the other half is kept."""
-    allowed(inst, ("op_sel", "clamp"))
+    allowed(inst, ("op_sel", "clamp"), 3)
     d, a, b = inst.operands
     high = _select(inst, "op_sel", 0, 3)[2]
     pack = _cvt_pk("fp8" if "fp8" in inst.base else "bf8", "clamp" in inst.modifiers)
@@ -997,15 +1022,17 @@ def _cvt_pk8(lay: Layout, inst: Instruction) -> Step:
 
 def _cvt_from8(lay: Layout, inst: Instruction) -> Step:
     """v_cvt_f32_{fp8,bf8} of one byte (SDWA src0_sel or op_sel), v_cvt_pk_f32_* of two (op_sel[0]: the high half)."""
-    allowed(inst, ("op_sel", "src0_sel", "dst_sel", "dst_unused"))
+    allowed(inst, ("op_sel", "src0_sel", "dst_sel", "dst_unused"), 2)
     table = (floats.FP8 if "fp8" in inst.base else floats.BF8).astype(np.float32)
     d, a = inst.operands
     packed = "_pk_" in inst.base
     sel = _select(inst, "op_sel", 0, 2)
     at = (2 * sel[0] if packed else sel[0] + 2 * sel[1]) if "op_sel" in inst.modifiers else 0
-    chosen = re.match(r"^(BYTE|WORD)_(\d)$", str(inst.modifiers.get("src0_sel", "BYTE_0")))
-    if chosen is not None and "src0_sel" in inst.modifiers:
-        at = int(chosen[2]) * (2 if chosen[1] == "WORD" else 1)
+    if (name := inst.modifiers.get("src0_sel", "DWORD")) != "DWORD":
+        chosen = _PART.match(str(name))
+        if chosen is None:
+            raise inst.error(f"source selection {name!r} is not understood")
+        at = _part(chosen)[1] // 8
     x = vector_source(lay, inst, a, "u")
     planes = [lay.plane(inst, d, k) for k in range(2 if packed else 1)]
 
@@ -1039,14 +1066,12 @@ def _pair(kind: str) -> Callable[[list[Array]], tuple[Array, Array]]:
 def _cvt_scaled(lay: Layout, inst: Instruction) -> Step:
     """Two values divided by the scale's power of two, narrowed with saturation, into the part op_sel names; the rest
     is kept."""
-    allowed(inst, ("op_sel",))
+    allowed(inst, ("op_sel",), 4 if inst.base.endswith("_f32") else 3)
     m = _SCALED.match(inst.base)
     assert m is not None
     to, source = m[1], m[2]
     d, *src = inst.operands
     values, scale_operand = src[:-1], src[-1]
-    if len(values) != (2 if source == "f32" else 1):
-        raise inst.error("unexpected number of operands")
     n = len(src) + 1
     sel = _select(inst, "op_sel", 0, max(n, 4))
     # fp4: op_sel[3:2] is the destination byte; fp8: the last op_sel bit is the destination half.
@@ -1068,7 +1093,7 @@ def _cvt_scaled(lay: Layout, inst: Instruction) -> Step:
 
 def _cvt_unscaled(lay: Layout, inst: Instruction) -> Step:
     """Two codes times the scale's power of two, as two float32, or one register of two float16 or bfloat16."""
-    allowed(inst, ("op_sel",))
+    allowed(inst, ("op_sel",), 3)
     m = _UNSCALED.match(inst.base)
     assert m is not None
     to, source = m[1], m[2]

@@ -51,6 +51,16 @@ BUILDS = (
         for op in ("forward", "dgrad", "wgrad")
     ),
     Build(
+        "triton_mixed_input",
+        "wgrad",
+        f"{_PACKAGE}.mixed_input:wgrad",
+        formats=_ALL,
+        out_dtypes=("bfloat16", "float16", "float32"),
+        group_alignment=BLOCK,
+        accumulator="wgmma-bf16",
+        **{**_COMMON, "sources": (*_SOURCES, f"{_PACKAGE}.gemm", f"{_PACKAGE}.quantize")},
+    ),
+    Build(
         "triton_moe",
         "forward",
         f"{_PACKAGE}.moe:forward",

@@ -7,10 +7,11 @@ nor that their shared memory fits.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
@@ -56,8 +57,11 @@ def jobs(target: str) -> Iterator[Job]:
             plain = (product, formats) == ("dequant", (0, 0))
             for split, repair in ((1, False), (3, False), (1, True)) if plain else ((1, False),):
                 yield from _gemms(target, product, formats, split, repair)
-    for ablate in gemm.ABLATIONS.values():
-        yield from _gemms(target, "dequant", (0, 0), 1, False, ablate)
+    for formats in ((0, 0), (1, 0), (2, 2)):
+        yield from _gemms(target, "mixed", formats, 1, False)
+    yield from _gemms(target, "mixed", (0, 0), 1, True)
+    for ablate, product in itertools.product(gemm.ABLATIONS.values(), ("dequant", "mixed")):
+        yield from _gemms(target, product, (0, 0), 1, False, ablate)
     out = {"out_ptr": "*bf16"}
     yield Job("add", gemm.add_kernel, {"OUT": tl.bfloat16, "B": 1024}, out, {})
     for kind, pointer in enumerate(("*i32", "*i16", "*fp16")):
@@ -97,7 +101,10 @@ def _gemms(
     target: str, product: str, formats: tuple[int, int], split: int, repair: bool, ablate: int = 0
 ) -> Iterator[Job]:
     for kind, kernel in (("rows", gemm.rows_kernel), ("wgrad", gemm.wgrad_kernel)):
-        settings = gemm.settings(gemm.tiles(target)[f"{kind}/{product}"])
+        if (kind, product) == ("rows", "mixed"):
+            continue
+        tile = gemm.tiles(target)[f"{kind}/{product}"]
+        settings = gemm.settings(replace(tile, length=32) if repair else tile)
         keys: tuple[str, ...] = ("num_warps", "num_stages", "maxnreg")
         options: dict[str, int] = {key: settings.pop(key) for key in keys if key in settings}
         constants = {
@@ -109,7 +116,7 @@ def _gemms(
             "OUT": tl.bfloat16,
             "SPLIT": split,
             "REPAIR": repair,
-            "PRODUCT": gemm.PRODUCTS.index(product),
+            "PRODUCT": 0 if repair else (*gemm.PRODUCTS, "mixed").index(product),
             "NATIVE": bool(NATIVE[target]),
             "FP8_DOT": all(f in DOTS[target] for f in formats),
             "DTYPE": tl.bfloat16,
@@ -117,9 +124,14 @@ def _gemms(
         }
         if kind == "rows":
             constants |= {"EXPERTS": 16, "GROUP_ROWS": 0, "HAS_BIAS": True}
+        else:
+            constants |= {"RANKED": gemm.RANKED_EXPERTS}
+        types = {"out_ptr": "*bf16" if split == 1 else "*fp32"}
+        if product == "mixed" and not repair:
+            types |= {"b_ptr": "*bf16", "b_scales_ptr": "*i32"}
         name = f"{kind} {product} {formats[0]}x{formats[1]}"
         name += f" split {split}" * (split > 1) + " repair" * repair + f" ablate {ablate}" * bool(ablate)
-        yield Job(name, kernel, constants, {"out_ptr": "*bf16" if split == 1 else "*fp32"}, options)
+        yield Job(name, kernel, constants, types, options)
 
 
 def compile_job(job: Job, target: str) -> Any:

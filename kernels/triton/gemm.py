@@ -2,21 +2,24 @@
 
 Every op is out[row, column] = sum over l of A[row, l] * B[column, l], both operands scaled in blocks of 32 along l. In
 forward and dgrad the rows are tokens and B belongs to the row's expert; in wgrad the sum runs over an expert's
-tokens. A tile is computed by `product`, in one of three ways:
+tokens. A tile is computed by `product`, in one of these ways:
 
   dequant   elements times their scales in bfloat16, then one dot. Exact operands, so only the sum is rounded.
+  mixed     the same with B dequantized beforehand, so that its values go straight from memory into the dot; see
+            mxgate.kernels.triton.mixed_input.
   blocks    a dot of bare FP8 elements for each block of 32, the scales applied to that partial sum. On Hopper an FP8
             dot keeps 13 fraction bits, which is what this one must claim there.
   scaled    tl.dot_scaled, the device's own block-scaled dot or Triton's emulation of it.
 
-None of the three survives every legal scale: 448 * 2^127 is no bfloat16, 2^-127 is lost in products, and Triton's
+None of them survives every legal scale: 448 * 2^127 is no bfloat16, 2^-127 is lost in products, and Triton's
 emulation takes the byte 0 for zero. So a tile looks at its own scales as it goes, and leaves a mark where one lies
 outside 2^-80 .. 2^80. A second launch finds no mark and ends, or computes such tiles again block by block, applying
 both scales of a partial sum together as two halves of one exponent. A tile sees only its own tokens: what lies in the
 padding never decides a rounding.
 
 Kernels are persistent: a program takes every n-th tile, tiles are numbered in groups of SUPER rows of tiles to share
-operands in cache. Where a group begins is found on the device from the offsets, so nothing waits for the host and a
+operands in cache; a weight gradient's experts are taken longest first, so that the last tiles to be begun are short
+ones. Where a group begins is found on the device from the offsets, so nothing waits for the host and a
 captured graph may be replayed with other offsets. Rows past the last offset are one more group, whose sums are empty.
 
 Offsets on the CPU are checked (ValueError, TypeError). Offsets on a GPU are not, unless check=True: reading them waits
@@ -60,10 +63,12 @@ mend()
 DEQUANT = tl.constexpr(0)
 BLOCKS = tl.constexpr(1)
 SCALED = tl.constexpr(2)
+MIXED = tl.constexpr(3)
 PRODUCTS = ("dequant", "blocks", "scaled")
 # What a launch may leave out, so that its time and energy say what that costs. The result is then wrong.
 ABLATIONS: Mapping[str, int] = {"no matrix instructions": 1, "no operand reads": 2, "neither": 3}
 LEAST_EXPERTS = 64  # that a kernel is compiled for
+RANKED_EXPERTS = 64  # most that wgrad puts in order of their lengths: with many, a long last one matters less
 LEAST_ROWS = 16  # of a tile: a matrix instruction takes no fewer
 
 
@@ -98,6 +103,16 @@ def scaled_values(
 
 
 @triton.jit
+def load_values(ptr, rows, mask, k, end, stride_r, stride_l, DTYPE: tl.constexpr):
+    """bfloat16 values [rows, k] in DTYPE, float32 where the interpreter holds them as bits; +0 past an end."""
+    at = ptr + rows[:, None] * stride_r + k[None, :].to(tl.int64) * stride_l
+    values = tl.load(at, mask=mask[:, None] & (k[None, :] < end), other=0.0)
+    if DTYPE == tl.float32:
+        values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return values
+
+
+@triton.jit
 def fp8(codes, FORMAT: tl.constexpr):
     if FORMAT == 0:
         return codes.to(tl.float8e4nv, bitcast=True)
@@ -118,24 +133,14 @@ def special_blocks(codes, ROWS: tl.constexpr, BL: tl.constexpr):
 
 @triton.jit
 def product(
-    a_ptr,
-    a_scales_ptr,
-    b_ptr,
-    b_scales_ptr,
+    a,
+    b,
     rows,
     row_mask,
     columns,
     column_mask,
     start,
     end,
-    a_r,
-    a_l,
-    as_r,
-    as_l,
-    b_c,
-    b_l,
-    bs_c,
-    bs_l,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BL: tl.constexpr,
@@ -151,9 +156,13 @@ def product(
 ):
     """(sums, far): float32 [BM, BN] of rows and columns (int64) over l in start .. end, both multiples of 32.
 
-    far: not 0 where the sums are good for nothing, because of a scale (or `scaled`: an element) they cannot have.
-    ABLATE & 1 (of dequant): decoded operands are added up as they are, for want of a dot; & 2: the masks are false.
+    a, b: (codes, scales, and of either its strides of a row or column and of l); of `mixed` b's codes are bfloat16
+    values, its scales one int32, not 0 where those are wrong. far: not 0 where the sums are good for nothing, because
+    of a scale (or `scaled`: an element) they cannot have. ABLATE & 1 (of dequant and mixed): decoded operands are
+    added up as they are, for want of a dot; & 2: the masks are false.
     """
+    a_ptr, a_scales_ptr, a_r, a_l, as_r, as_l = a
+    b_ptr, b_scales_ptr, b_c, b_l, bs_c, bs_l = b
     BLOCKS_L: tl.constexpr = BL // BLOCK
     acc = tl.zeros((BM, BN), tl.float32)
     far = tl.zeros((BM, BLOCKS_L), tl.int32)
@@ -164,23 +173,30 @@ def product(
     # Scales are loaded a step ahead: their few bytes are no copies that the compiler would start early by itself.
     blocks = start // BLOCK + tl.arange(0, BLOCKS_L)
     a_next = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
-    b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
+    if PRODUCT != MIXED:
+        b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
     # Without a dot the compiler would not load ahead unless told.
     AHEAD: tl.constexpr = 3 if ABLATE & 1 else None
     for low in tl.range(start, end, BL, num_stages=AHEAD):
         k = low + tl.arange(0, BL)
-        a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
-        b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+        a_codes = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
+        if PRODUCT == MIXED:
+            y = load_values(b_ptr, columns, column_mask, k, end, b_c, b_l, DTYPE)
+        else:
+            b_codes = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+            b_scales = b_next
         a_scales = a_next
-        b_scales = b_next
         blocks = low // BLOCK + BLOCKS_L + tl.arange(0, BLOCKS_L)
         a_next = load_scales(a_scales_ptr, rows, row_mask, blocks, end, as_r, as_l, A_SQUARE)
-        b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
+        if PRODUCT != MIXED:
+            b_next = load_scales(b_scales_ptr, columns, column_mask, blocks, end, bs_c, bs_l, B_SQUARE)
         far |= is_far(a_scales)
-        far_b |= is_far(b_scales)
-        if PRODUCT == DEQUANT:
-            x = scaled_values(a, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
-            y = scaled_values(b, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
+        if PRODUCT != MIXED:
+            far_b |= is_far(b_scales)
+        if PRODUCT == DEQUANT or PRODUCT == MIXED:
+            x = scaled_values(a_codes, a_scales, BM, BL, A_FORMAT, NATIVE, DTYPE)
+            if PRODUCT == DEQUANT:
+                y = scaled_values(b_codes, b_scales, BN, BL, B_FORMAT, NATIVE, DTYPE)
             if ABLATE & 1:
                 kept_x += x
                 kept_y += y
@@ -189,24 +205,26 @@ def product(
         elif PRODUCT == SCALED:
             A_NAME: tl.constexpr = "e4m3" if A_FORMAT == 0 else "e5m2"
             B_NAME: tl.constexpr = "e4m3" if B_FORMAT == 0 else "e5m2"
-            x8 = fp8(a, A_FORMAT)
-            y8 = tl.trans(fp8(b, B_FORMAT))
+            x8 = fp8(a_codes, A_FORMAT)
+            y8 = tl.trans(fp8(b_codes, B_FORMAT))
             # Where Triton emulates this, it casts e5m2 straight to bfloat16, and an infinity becomes 65536.
             if A_FORMAT == E5M2:
-                far |= special_blocks(a, BM, BL)
+                far |= special_blocks(a_codes, BM, BL)
             if B_FORMAT == E5M2:
-                far_b |= special_blocks(b, BN, BL)
+                far_b |= special_blocks(b_codes, BN, BL)
             acc = tl.dot_scaled(x8, a_scales, A_NAME, y8, b_scales, B_NAME, acc)
         else:
             if FP8_DOT:
-                part = tl.dot(fp8(a, A_FORMAT), tl.trans(fp8(b, B_FORMAT)))
+                part = tl.dot(fp8(a_codes, A_FORMAT), tl.trans(fp8(b_codes, B_FORMAT)))
             else:
-                x = decode(a, A_FORMAT, NATIVE, DTYPE)
-                y = decode(b, B_FORMAT, NATIVE, DTYPE)
+                x = decode(a_codes, A_FORMAT, NATIVE, DTYPE)
+                y = decode(b_codes, B_FORMAT, NATIVE, DTYPE)
                 part = tl.dot(x, tl.trans(y), input_precision="ieee")
             factors = tl.reshape(near_scale(a_scales, tl.float32), (BM, 1))
             acc += part * factors * tl.reshape(near_scale(b_scales, tl.float32), (1, BN))
     found = tl.maximum(tl.max(tl.max(far, 1), 0), tl.max(tl.max(far_b, 1), 0))
+    if PRODUCT == MIXED:
+        found = tl.maximum(found, tl.load(b_scales_ptr))
     if ABLATE & 1:
         # Asked of every element, or the compiler would leave it out; never so.
         odd = tl.max(tl.max(kept_x.to(tl.float32), 1), 0) + tl.max(tl.max(kept_y.to(tl.float32), 1), 0)
@@ -216,24 +234,14 @@ def product(
 
 @triton.jit
 def far_product(
-    a_ptr,
-    a_scales_ptr,
-    b_ptr,
-    b_scales_ptr,
+    a,
+    b,
     rows,
     row_mask,
     columns,
     column_mask,
     start,
     end,
-    a_r,
-    a_l,
-    as_r,
-    as_l,
-    b_c,
-    b_l,
-    bs_c,
-    bs_l,
     BM: tl.constexpr,
     BN: tl.constexpr,
     A_FORMAT: tl.constexpr,
@@ -244,14 +252,16 @@ def far_product(
     DTYPE: tl.constexpr,
 ):
     """As `product`, whatever the scales and the elements."""
+    a_ptr, a_scales_ptr, a_r, a_l, as_r, as_l = a
+    b_ptr, b_scales_ptr, b_c, b_l, bs_c, bs_l = b
     acc = tl.zeros((BM, BN), tl.float32)
     for low in range(start, end, BLOCK):
         k = low + tl.arange(0, BLOCK)
         block = low // BLOCK + tl.arange(0, 1)
-        a = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
-        b = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
-        x = decode(a, A_FORMAT, NATIVE, DTYPE)
-        y = decode(b, B_FORMAT, NATIVE, DTYPE)
+        a_codes = load_codes(a_ptr, rows, row_mask, k, end, a_r, a_l)
+        b_codes = load_codes(b_ptr, columns, column_mask, k, end, b_c, b_l)
+        x = decode(a_codes, A_FORMAT, NATIVE, DTYPE)
+        y = decode(b_codes, B_FORMAT, NATIVE, DTYPE)
         part = tl.dot(x, tl.trans(y), input_precision="ieee")
         a_scales = load_scales(a_scales_ptr, rows, row_mask, block, end, as_r, as_l, A_SQUARE).to(tl.int32)
         b_scales = load_scales(b_scales_ptr, columns, column_mask, block, end, bs_c, bs_l, B_SQUARE).to(tl.int32)
@@ -261,6 +271,82 @@ def far_product(
         part = part * power(half) * power(exponent - half)
         lost = (a_scales == NAN_SCALE) | (b_scales == NAN_SCALE)
         acc += tl.where(lost, float("nan"), part)
+    return acc
+
+
+@triton.jit
+def tile_sums(
+    a,
+    b,
+    rows,
+    row_mask,
+    columns,
+    column_mask,
+    low,
+    stop,
+    far_ptr,
+    job,
+    n,
+    REPAIR: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BL: tl.constexpr,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    A_SQUARE: tl.constexpr,
+    B_SQUARE: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ABLATE: tl.constexpr,
+):
+    """float32 [BM, BN]: far_product with REPAIR, else product, and a mark where that failed. n: any size."""
+    if REPAIR:
+        acc = far_product(
+            a,
+            b,
+            rows,
+            row_mask,
+            columns,
+            column_mask,
+            low,
+            stop,
+            BM,
+            BN,
+            A_FORMAT,
+            B_FORMAT,
+            A_SQUARE,
+            B_SQUARE,
+            NATIVE,
+            DTYPE,
+        )
+    else:
+        # With ABLATE & 2 nothing is read; the compiler does not know that n is not negative.
+        acc, found = product(
+            a,
+            b,
+            rows,
+            row_mask & (n < 0) if ABLATE & 2 else row_mask,
+            columns,
+            column_mask & (n < 0) if ABLATE & 2 else column_mask,
+            low,
+            stop,
+            BM,
+            BN,
+            BL,
+            A_FORMAT,
+            B_FORMAT,
+            A_SQUARE,
+            B_SQUARE,
+            PRODUCT,
+            NATIVE,
+            FP8_DOT,
+            DTYPE,
+            ABLATE,
+        )
+        tl.store(far_ptr, 1, mask=found != 0)
+        tl.store(far_ptr + 1 + job, 1, mask=found != 0)
     return acc
 
 
@@ -381,73 +467,34 @@ def rows_kernel(
         column_mask = columns < n
         rows = rows.to(tl.int64)
         columns = columns.to(tl.int64)
-        if REPAIR:
-            acc = far_product(
-                a_ptr,
-                a_scales_ptr,
-                b_ptr + expert * b_e,
-                b_scales_ptr + expert * bs_e,
-                rows,
-                row_mask,
-                columns,
-                column_mask,
-                low,
-                stop,
-                a_r,
-                a_l,
-                as_r,
-                as_l,
-                b_c,
-                b_l,
-                bs_c,
-                bs_l,
-                BM,
-                BN,
-                A_FORMAT,
-                B_FORMAT,
-                A_SQUARE,
-                B_SQUARE,
-                NATIVE,
-                DTYPE,
-            )
-        else:
-            # With ABLATE & 2 nothing is read; the compiler does not know that n is not negative.
-            read_rows = row_mask & (n < 0) if ABLATE & 2 else row_mask
-            read_columns = column_mask & (n < 0) if ABLATE & 2 else column_mask
-            acc, found = product(
-                a_ptr,
-                a_scales_ptr,
-                b_ptr + expert * b_e,
-                b_scales_ptr + expert * bs_e,
-                rows,
-                read_rows,
-                columns,
-                read_columns,
-                low,
-                stop,
-                a_r,
-                a_l,
-                as_r,
-                as_l,
-                b_c,
-                b_l,
-                bs_c,
-                bs_l,
-                BM,
-                BN,
-                BL,
-                A_FORMAT,
-                B_FORMAT,
-                A_SQUARE,
-                B_SQUARE,
-                PRODUCT,
-                NATIVE,
-                FP8_DOT,
-                DTYPE,
-                ABLATE,
-            )
-            tl.store(far_ptr, 1, mask=found != 0)
-            tl.store(far_ptr + 1 + job, 1, mask=found != 0)
+        a = a_ptr, a_scales_ptr, a_r, a_l, as_r, as_l
+        b = b_ptr + expert * b_e, b_scales_ptr + expert * bs_e, b_c, b_l, bs_c, bs_l
+        acc = tile_sums(
+            a,
+            b,
+            rows,
+            row_mask,
+            columns,
+            column_mask,
+            low,
+            stop,
+            far_ptr,
+            job,
+            n,
+            REPAIR,
+            BM,
+            BN,
+            BL,
+            A_FORMAT,
+            B_FORMAT,
+            A_SQUARE,
+            B_SQUARE,
+            PRODUCT,
+            NATIVE,
+            FP8_DOT,
+            DTYPE,
+            ABLATE,
+        )
         mask = row_mask[:, None] & column_mask[None, :]
         if HAS_BIAS:
             # With SPLIT the bias goes into the first part alone.
@@ -462,6 +509,21 @@ def rows_kernel(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Sums run over tokens: wgrad
+
+
+@triton.jit
+def ranks(offsets_ptr, experts, RANKED: tl.constexpr):
+    """int32 [RANKED], a power of two from `experts` on: each expert's place, most tokens first; ties as listed.
+
+    A permutation whatever the offsets hold, with the experts in front: no place is taken twice.
+    """
+    which = tl.arange(0, RANKED)
+    ends = tl.load(offsets_ptr + which, mask=which < experts, other=0)
+    starts = tl.load(offsets_ptr + which - 1, mask=(which > 0) & (which < experts), other=0)
+    size = tl.where(which < experts, tl.maximum(ends - starts, 0), -1)
+    longer = size[None, :] > size[:, None]
+    before = longer | ((size[None, :] == size[:, None]) & (which[None, :] < which[:, None]))
+    return tl.sum(before.to(tl.int32), 1)
 
 
 @triton.jit(do_not_specialize=["far_step", "m", "experts", "as_r", "bs_c"])
@@ -489,6 +551,7 @@ def wgrad_kernel(
     out_e,
     out_r,
     out_c,
+    RANKED: tl.constexpr,
     REPAIR: tl.constexpr,
     OUT: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -508,8 +571,11 @@ def wgrad_kernel(
 ):
     """out [experts, n, k] (with SPLIT > 1 float32 [SPLIT, experts, n, k]) of a [n, m] and b [k, m].
 
-    far_ptr, far_step, REPAIR: as in rows_kernel.
+    RANKED: a power of two, no fewer than the experts, which are then taken longest first; 0: as listed. far_ptr,
+    far_step, REPAIR: as in rows_kernel.
     """
+    if RANKED > 0:
+        place = ranks(offsets_ptr, experts, RANKED)
     high = tl.cdiv(n, BM)
     wide = tl.cdiv(k, BN)
     jobs = experts * high * wide * SPLIT
@@ -519,6 +585,8 @@ def wgrad_kernel(
         part = job % SPLIT
         tile = job // SPLIT
         expert = tile // (high * wide)
+        if RANKED > 0:
+            expert = tl.sum(tl.where(place == expert, tl.arange(0, RANKED), 0), 0)
         tile_row, tile_column = tile_of(tile % (high * wide), high, wide, SUPER)
         start = tl.load(offsets_ptr + expert - 1, mask=expert > 0, other=0)
         end = tl.load(offsets_ptr + expert)
@@ -538,73 +606,34 @@ def wgrad_kernel(
         column_mask = columns < k
         rows = rows.to(tl.int64)
         columns = columns.to(tl.int64)
-        if REPAIR:
-            acc = far_product(
-                a_ptr,
-                a_scales_ptr,
-                b_ptr,
-                b_scales_ptr,
-                rows,
-                row_mask,
-                columns,
-                column_mask,
-                low,
-                stop,
-                a_r,
-                a_l,
-                as_r,
-                as_l,
-                b_c,
-                b_l,
-                bs_c,
-                bs_l,
-                BM,
-                BN,
-                A_FORMAT,
-                B_FORMAT,
-                A_SQUARE,
-                B_SQUARE,
-                NATIVE,
-                DTYPE,
-            )
-        else:
-            # With ABLATE & 2 nothing is read; the compiler does not know that n is not negative.
-            read_rows = row_mask & (n < 0) if ABLATE & 2 else row_mask
-            read_columns = column_mask & (n < 0) if ABLATE & 2 else column_mask
-            acc, found = product(
-                a_ptr,
-                a_scales_ptr,
-                b_ptr,
-                b_scales_ptr,
-                rows,
-                read_rows,
-                columns,
-                read_columns,
-                low,
-                stop,
-                a_r,
-                a_l,
-                as_r,
-                as_l,
-                b_c,
-                b_l,
-                bs_c,
-                bs_l,
-                BM,
-                BN,
-                BL,
-                A_FORMAT,
-                B_FORMAT,
-                A_SQUARE,
-                B_SQUARE,
-                PRODUCT,
-                NATIVE,
-                FP8_DOT,
-                DTYPE,
-                ABLATE,
-            )
-            tl.store(far_ptr, 1, mask=found != 0)
-            tl.store(far_ptr + 1 + job, 1, mask=found != 0)
+        a = a_ptr, a_scales_ptr, a_r, a_l, as_r, as_l
+        b = b_ptr, b_scales_ptr, b_c, b_l, bs_c, bs_l
+        acc = tile_sums(
+            a,
+            b,
+            rows,
+            row_mask,
+            columns,
+            column_mask,
+            low,
+            stop,
+            far_ptr,
+            job,
+            n,
+            REPAIR,
+            BM,
+            BN,
+            BL,
+            A_FORMAT,
+            B_FORMAT,
+            A_SQUARE,
+            B_SQUARE,
+            PRODUCT,
+            NATIVE,
+            FP8_DOT,
+            DTYPE,
+            ABLATE,
+        )
         mask = row_mask[:, None] & column_mask[None, :]
         expert = expert.to(tl.int64)
         if SPLIT == 1:
@@ -820,6 +849,14 @@ def launch(kernel: Any, jobs: int, device: Device, tile: Tile, *args: Any, **opt
 FAR = object()  # among a launch's arguments, where the marks go
 
 
+@dataclass(frozen=True)
+class Twice:
+    """Among a launch's arguments, one that is another in the second launch, for the tiles that failed."""
+
+    first: Any
+    again: Any
+
+
 def launch_repaired(
     kernel: Any, jobs: int, device: Device, tile: Tile, only_if: Tensor | None, *args: Any, **options: Any
 ) -> None:
@@ -828,9 +865,11 @@ def launch_repaired(
     step = 1 if only_if is None else 0
     given = [part for arg in args for part in ((marks, step) if arg is FAR else (arg,))]
     if only_if is None:
-        launch(kernel, jobs, device, tile, *given, REPAIR=False, **options)
+        first = [arg.first if isinstance(arg, Twice) else arg for arg in given]
+        launch(kernel, jobs, device, tile, *first, REPAIR=False, **options)
     # It multiplies decoded elements whatever the product, in one of its ways: one kernel for all products.
     options |= {"PRODUCT": 0, "FP8_DOT": False, "ABLATE": 0}
+    given = [arg.again if isinstance(arg, Twice) else arg for arg in given]
     launch(kernel, jobs, device, replace(tile, length=32), *given, REPAIR=True, **options)
 
 
@@ -934,8 +973,12 @@ def columns_gemm(
     tile: Tile | None = None,
     only_if: Tensor | None = None,
     ablate: int = 0,
+    values: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """out [E, N, K]: a [N, M] and b [K, M], summed over each expert's part of M. only_if: as in rows_gemm."""
+    """out [E, N, K]: a [N, M] and b [K, M], summed over each expert's part of M. only_if: as in rows_gemm.
+
+    values: product `mixed`, of b dequantized to bfloat16 [K, M], and an int32 [1], not 0 where those are wrong.
+    """
     (n, m), k, experts = a.codes.shape, b.codes.shape[0], len(offsets)
     if b.codes.shape[1] != m:
         raise ValueError(f"one operand holds {m} tokens and the other {b.codes.shape[1]}")
@@ -943,11 +986,16 @@ def columns_gemm(
         raise ValueError(f"split is {split}; expected 1 or more")
     device = device_for(a.codes.device)
     chosen = choices(device, product, ablate, a.format, b.format)
-    tile = tile_for(device, "wgrad", PRODUCTS[chosen["PRODUCT"]], tile)
+    if values is not None:
+        chosen["PRODUCT"] = MIXED.value
+    tile = tile_for(device, "wgrad", (*PRODUCTS, "mixed")[chosen["PRODUCT"]], tile)
     result = output((experts, n, k), a.codes.device, out, out_dtype)
-    if n == 0 or k == 0:
+    if result.numel() == 0:
         return result
     parts = torch.empty((split, experts, n, k), dtype=torch.float32, device=result.device) if split > 1 else result
+    right: list[Any] = [b.codes, b.scales, *b.codes.stride(), *b.scales.stride()]
+    if values is not None:
+        right = [Twice(*pair) for pair in zip([*values, *values[0].stride(), 0, 0], right, strict=True)]
     launch_repaired(
         wgrad_kernel,
         experts * triton.cdiv(n, tile.rows) * triton.cdiv(k, tile.columns) * split,
@@ -956,8 +1004,7 @@ def columns_gemm(
         only_if,
         a.codes,
         a.scales,
-        b.codes,
-        b.scales,
+        *right[:2],
         parts,
         offsets,
         FAR,
@@ -967,9 +1014,9 @@ def columns_gemm(
         experts,
         *a.codes.stride(),
         *a.scales.stride(),
-        *b.codes.stride(),
-        *b.scales.stride(),
+        *right[2:],
         *result.stride(),
+        RANKED=RANKED_EXPERTS if experts <= RANKED_EXPERTS else 0,
         OUT=TL_TYPES[result.dtype],
         SPLIT=split,
         A_FORMAT=a.format,

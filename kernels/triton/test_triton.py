@@ -23,7 +23,7 @@ import triton.language as tl
 from mxgate.kernels import numpy_reference as reference
 from mxgate.kernels import torch_cuda
 from mxgate.kernels.build import Unavailable
-from mxgate.kernels.triton import codec, gemm, moe
+from mxgate.kernels.triton import codec, gemm, mixed_input, moe
 from mxgate.kernels.triton import quantize as quantizer
 from mxgate.oracle import quantize
 from mxgate.oracle.bound import round_to
@@ -259,6 +259,57 @@ def test_wrong_arguments_are_refused(make: Any) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The weight gradient's own
+
+
+@triton.jit
+def ranks_kernel(offsets, out, experts, RANKED: tl.constexpr):
+    tl.store(out + tl.arange(0, RANKED), gemm.ranks(offsets, experts, RANKED))
+
+
+@pytest.mark.parametrize("experts", [1, 8, 64])
+def test_longest_experts_come_first_and_wrong_offsets_permute_them_too(experts: int) -> None:
+    rng = np.random.default_rng(experts)
+    good = np.cumsum(32 * rng.integers(0, 4, experts)).astype(np.int32)
+    wild = rng.integers(-(2**31), 2**31, experts).astype(np.int32)
+    for offsets in (good, wild):
+        out = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+        ranks_kernel[(1,)](tensor(offsets), out, experts, RANKED=64)
+        got = out.cpu().numpy()
+        assert sorted(got) == list(range(64))
+        assert sorted(got[:experts]) == list(range(experts))
+        if offsets is good:
+            assert np.array_equal(np.argsort(got[:experts]), np.argsort(-np.diff(good, prepend=0), kind="stable"))
+
+
+@pytest.mark.parametrize("build", [gemm.wgrad_dequant, mixed_input.wgrad])
+def test_more_experts_than_are_put_in_order(make: Any, build: Any) -> None:
+    sizes = tuple(32 * (e % 7 == 3) for e in range(gemm.RANKED_EXPERTS + 1))
+    args = make("wgrad", sizes, 32, 32, buffer=sum(sizes) + 32)
+    assert same(build(*map(tensor, args)), reference.wgrad(*args))
+
+
+@pytest.mark.parametrize("formats", [("e4m3fn", "e5m2"), ("e5m2", "e4m3fn"), ("e5m2fnuz", "e4m3fnuz")])
+def test_mixed_input_is_exact_and_mends_far_scales_of_either_operand(make: Any, formats: Any) -> None:
+    """Also NaN scales and infinite elements, and a far scale in the padding, which mends nothing."""
+    args = make("wgrad", (64, 0, 96), 96, 100, buffer=192, formats=formats)
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype)[6:]
+        want = reference.wgrad(*args, out_dtype=np.dtype(getattr(ml_dtypes, name, name)))
+        assert same(mixed_input.wgrad(*map(tensor, args), out_dtype=dtype), want)
+    for far, near in ((1, 3), (3, 1)):
+        scaled = [a.copy() for a in args]
+        scaled[far].view(np.uint8)[:, 3], scaled[near].view(np.uint8)[:, 3] = 7, 247  # of the last expert
+        scaled[near].view(np.uint8)[:, 5] = 7
+        scaled[1].view(np.uint8)[9, 0] = 255
+        scaled[2].view(np.uint8)[3, 40] = 0x7C if formats[1] == "e5m2" else scaled[2].view(np.uint8)[3, 40]
+        want = reference.wgrad(*scaled).astype(np.float32)
+        got = mixed_input.wgrad(*map(tensor, scaled)).float().cpu().numpy()
+        assert np.array_equal(got, want, equal_nan=True)
+        assert np.isnan(got[0, 9]).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The MoE variant
 
 
@@ -409,6 +460,7 @@ def test_blocked_scales_hold_each_group_in_its_own_tiles() -> None:
     [
         # Sixteen bytes a load, though the mask's bound is read from memory.
         ("sm90", "wgrad dequant 0x0", "ptx", "cp.async.cg.shared.global"),
+        ("sm90", "wgrad mixed 0x0", "ptx", "cp.async.cg.shared.global"),
         ("sm90", "dequantize 0 1x32", "ptx", "ld.global.v4.b32"),
         # Triton's own way from e5m2 to bfloat16 loses infinities.
         ("sm90", "dequantize 1 1x32", "ptx", "cvt.rn.f16x2.e5m2x2"),

@@ -8,13 +8,10 @@ whoever wants to forge a certificate can as well forge the build.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import json
 import os
 import platform
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +19,11 @@ from typing import Any
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.data import is_large
+from mxgate.conformance.machine import device_of
 from mxgate.conformance.run import RunReport, code_version
 from mxgate.kernels.build import Build, BuildError, build_from, called, version
-from mxgate.kernels.gpu import gpu, is_gpu
 
-FORMAT = "mxgate certificate 1"
+FORMAT = "mxgate certificate 2"
 
 
 class CertificateError(ValueError):
@@ -35,7 +32,10 @@ class CertificateError(ValueError):
 
 @dataclass(frozen=True)
 class Certificate:
-    """build: the record that was accepted. cases: the ids on which it ran. gates: the outcome of each."""
+    """build: the record that was accepted. cases: the ids on which it ran. gates: the outcome of each.
+
+    device: what it ran on. machines: whose that was, with the number of the GPU where a machine has several.
+    """
 
     build: Build
     fingerprint: str
@@ -43,33 +43,9 @@ class Certificate:
     cases: tuple[str, ...]
     gates: Mapping[str, str]
     device: str
+    machines: tuple[str, ...]
     code: str
     versions: Mapping[str, str]
-
-
-@functools.cache
-def device() -> str:
-    """What everything here runs on: the processor's name and the machine type."""
-    name = ""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model")):
-                name = line.partition(":")[2].strip()
-                break
-    except OSError:
-        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        with contextlib.suppress(OSError):
-            name = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
-    return f"cpu: {name or platform.processor() or 'unnamed'}, {platform.machine()}"
-
-
-def device_of(build: Build) -> str:
-    """What a build ran on: this CPU, this machine's GPU, or an interpreter or an emulator on the CPU."""
-    if is_gpu(build.device):
-        return str(gpu())
-    if build.device == "interpreter":
-        return f"Triton's interpreter on {device()}"
-    return device() if build.device == "cpu" else f"{build.device} emulated on {device()}"
 
 
 def write_all(report: RunReport, folder: Path) -> list[Path]:
@@ -89,7 +65,8 @@ def write_all(report: RunReport, folder: Path) -> list[Path]:
             "tier": report.settings.tier,
             "cases": sorted(result.case for result in mine),
             "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
-            "device": device_of(build),
+            "device": verdict.devices[0],
+            "machines": list(verdict.machines),
             "code": code_version(),
             "versions": _versions(build),
         }
@@ -134,6 +111,7 @@ def read(path: Path) -> Certificate:
             cases=tuple(record["cases"]),
             gates=record["gates"],
             device=record["device"],
+            machines=tuple(record["machines"]),
             code=record["code"],
             versions=record["versions"],
         )

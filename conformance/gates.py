@@ -15,7 +15,6 @@ not show in the repeats; code that recognises the cases.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +28,7 @@ from numpy.typing import NDArray
 from mxgate.conformance.case import EXACT, Case
 from mxgate.conformance.data import is_large, variants
 from mxgate.conformance.launch import FILL_FINITE, FILL_NAN, Array, Evidence, Launch, LaunchSpec
+from mxgate.conformance.machine import cores
 from mxgate.conformance.poison import COPIED
 from mxgate.conformance.verdict import GATES, Finding, Outcome, worst
 from mxgate.conformance.where import MOST, bits, extent, first_wrong, lines
@@ -64,11 +64,6 @@ _CAPTURED = (
 MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"gfx950": ("cdna3-like",)})
 # A case too large for an exact answer is judged on every core and in a GiB for each: one such case at a time.
 _ONE_LARGE = threading.Lock()
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rich.text import Text
 from mxgate.conformance.case import Case
 from mxgate.conformance.explain import guess
 from mxgate.conformance.matrix import Matrix, Row
-from mxgate.conformance.run import RunReport
+from mxgate.conformance.run import RunReport, given_up
 from mxgate.conformance.timing import Timing
 from mxgate.conformance.verdict import GATES, MANDATORY, CaseResult, Finding, Outcome, Verdict
 from mxgate.kernels.build import called
@@ -119,6 +119,8 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
     for reason, names in skipped.items():
         say(to, f"skip {', '.join(names)}: {reason}")
     say(to, summary(report))
+    for place in _places(report):
+        say(to, place)
     for warning in report.warnings:
         say(to, f"note: {warning}")
 
@@ -127,6 +129,19 @@ def shown_gates(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
     """The gates of a table: those that are always mandatory, and what else had anything to say."""
     spoke = {gate for v in verdicts for gate, outcome in v.gates.items() if outcome is not Outcome.SILENT}
     return tuple(gate for gate in GATES if gate in spoke or any(gate in needed for needed in MANDATORY.values()))
+
+
+def _places(report: RunReport) -> list[str]:
+    """A line for each device that something ran on: "on NVIDIA H200 (sm90): node-7 GPU 0, node-7 GPU 1"."""
+    machines = {device: set[str]() for verdict in report.verdicts for device in verdict.devices}
+    for result in report.results:
+        if result.device in machines and result.skipped is None and not given_up(result):
+            machines[result.device].add(result.machine)
+    lines = []
+    for device, names in sorted(machines.items()):
+        more = [f"{len(names) - WHERE} more"] if len(names) > WHERE else []
+        lines.append(f"on {device}: {', '.join([*sorted(names)[:WHERE], *more])}")
+    return lines
 
 
 def _print_assumptions(report: RunReport, to: Console, whole: bool) -> None:
@@ -216,6 +231,8 @@ def _advice(verdict: Verdict, report: RunReport) -> str:
         return "next: for a verdict, run again without --case and --gate"
     if verdict.reason.endswith("takes a whole tier"):
         return "next: for a verdict, run again without --cases"
+    if len(verdict.devices) > 1:
+        return "next: run it all on one machine, or on machines of one kind"
     if verdict.reason.endswith("have no result yet"):
         return "next: run the other shards into the same --out, then mxgate report"
     return f"nothing on these cases speaks to {', '.join(missing)}; run more cases" if missing else "run more cases"
@@ -424,6 +441,8 @@ def document(report: RunReport, extra: dict[str, Any]) -> dict[str, Any]:
                 "reason": verdict.reason,
                 "terms": list(verdict.terms),
                 "device": build.device,
+                "devices": list(verdict.devices),
+                "machines": list(verdict.machines),
                 "assumes": list(build.assumes),
                 "gates": {gate: outcome.value for gate, outcome in verdict.gates.items()},
                 "first_finding": None

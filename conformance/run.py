@@ -1,9 +1,12 @@
 """The runner: builds x cases -> launches in children -> evidence -> gates -> one line of JSON each, as they come.
 
 Work is ordered by case, so that every build of an op shares the case's operands and its exact answer; threads drive the
-children. A result is one line of results.jsonl, written whole and synced before the next begins: a run that is killed
-at any moment leaves at most one torn line, which the next run cuts off. A line counts again only under the same stamp
-(tier, limits, gates, and a hash of the oracle's and the gates' own source) and the same build fingerprint.
+children. A build on a case is the unit of work: an executor (EXECUTORS) judges the units, on this machine or on others,
+and each result comes back to the one process that writes.
+
+A result is one line of results.jsonl, written whole and synced before the next begins: a run that is killed at any
+moment leaves at most one torn line, which the next run cuts off. A line counts again only under the same stamp (tier,
+limits, gates, and a hash of the oracle's and the gates' own source), the same build fingerprint and on the same device.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import numpy as np
 
 import mxgate.oracle
 from mxgate.conformance import case as case_module
-from mxgate.conformance import data, gates
+from mxgate.conformance import data, gates, machine
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict, judge
@@ -37,6 +40,7 @@ from mxgate.conformance.worker import Child, ChildError, Limits, Stopped
 from mxgate.fixtures import MANIFEST, store
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import Build, registry
+from mxgate.kernels.gpu import is_gpu
 
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
 IDLE = 64  # children kept waiting: more than an op has builds, or what a build keeps between cases would not show
@@ -49,10 +53,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run. shard: (i, n), 1 <= i <= n. gates: those that may reject; fewer than all is never an Accept."""
+    """How to run. shard: (i, n), 1 <= i <= n. gates: those that may reject; fewer than all is never an Accept.
+
+    jobs: children at work at a time on a machine; None for one a core.
+    """
 
     tier: str = "smoke"
-    jobs: int = 1
+    jobs: int | None = 1
     shard: tuple[int, int] = (1, 1)
     limits: Limits = field(default_factory=Limits)
     gates: tuple[str, ...] = GATES
@@ -66,7 +73,19 @@ class Settings:
 
 
 # Our modules on which no result depends.
-_NOT_JUDGING = ("test_", "conftest", "bench", "report", "__main__", "timing", "html", "plugin", "minimize", "training")
+_NOT_JUDGING = (
+    "test_",
+    "conftest",
+    "bench",
+    "report",
+    "__main__",
+    "timing",
+    "html",
+    "plugin",
+    "minimize",
+    "training",
+    "machine",
+)
 
 
 @functools.cache
@@ -112,6 +131,8 @@ def to_line(result: CaseResult, stamp: str) -> str:
         ],
         "seconds": round(result.seconds, 4),
         "skipped": result.skipped,
+        "device": result.device,
+        "machine": result.machine,
     }
     return json.dumps(_plain(record), allow_nan=False)
 
@@ -120,7 +141,7 @@ def from_line(line: str) -> tuple[Key, CaseResult]:
     """The inverse of to_line. Raises ValueError for anything that to_line does not write."""
     try:
         record = json.loads(line)
-        texts = [record[name] for name in ("build", "fingerprint", "case", "stamp")]
+        texts = [record[name] for name in ("build", "fingerprint", "case", "stamp", "device", "machine")]
         seconds, skipped = record["seconds"], record["skipped"]
         findings = tuple(
             Finding(f["gate"], f["what"], tuple(f["where"]), f["count"], dict(f["detail"]), f["inconclusive"])
@@ -146,8 +167,8 @@ def from_line(line: str) -> tuple[Key, CaseResult]:
     )
     if not well_typed:
         raise ValueError("not a result: a field has the wrong type")
-    build, fingerprint, case, stamp = texts
-    result = CaseResult(build, fingerprint, case, outcomes, findings, float(seconds), skipped)
+    build, fingerprint, case, stamp, device, where = texts
+    result = CaseResult(build, fingerprint, case, outcomes, findings, float(seconds), skipped, device, where)
     return (build, fingerprint, case, stamp), result
 
 
@@ -263,7 +284,9 @@ class _Context:
 class Runner:
     """Children and case contexts, shared by the threads of one run. Use as a context manager: it leaves no child.
 
-    keep: cases whose operands and answers stay in memory (default: those under way). limits: for single builds, by id.
+    Where this machine has several GPUs of one kind, a build on a case has the one with the fewest at work, and its
+    children see no other. keep: cases whose operands and answers stay in memory (default: those under way). limits: for
+    single builds, by id. name: this machine's, in results.
     """
 
     def __init__(
@@ -272,10 +295,13 @@ class Runner:
         stop: threading.Event | None = None,
         keep: int | None = None,
         limits: Mapping[str, Limits] | None = None,
+        name: str | None = None,
     ) -> None:
         self.settings = settings
-        self._keep = settings.jobs + 1 if keep is None else keep
+        self.jobs = settings.jobs or machine.cores()
+        self._keep = self.jobs + 1 if keep is None else keep
         self._limits = limits or {}
+        self._name = name or machine.name()
         self.stop = stop or threading.Event()
         self._lock = threading.Lock()
         self._idle: list[Child] = []
@@ -283,8 +309,10 @@ class Runner:
         self._contexts: OrderedDict[str, _Context] = OrderedDict()
         self._hangs: dict[str, int] = defaultdict(int)
         self._fingerprints: dict[Build, str] = {}
+        self._at_work = dict.fromkeys(machine.shared_out(), 0)
+        self._here = threading.local()  # gpu: the one that this thread's build and case have
         # One set of threads for the life of the runner: Linux kills a child when the thread that started it ends.
-        self._threads = ThreadPoolExecutor(settings.jobs)
+        self._threads = ThreadPoolExecutor(self.jobs)
 
     def __enter__(self) -> Runner:
         return self
@@ -305,6 +333,10 @@ class Runner:
         labels: of the plan's launches after the base launch only these, if any are given ("" for none at all). Raises
         Stopped when the run is being stopped.
         """
+        with self._lease(build):
+            return self._examine(build, case, labels)
+
+    def _examine(self, build: Build, case: Case, labels: Sequence[str]) -> tuple[CaseResult, Evidence | None]:
         began = time.monotonic()
         fingerprint = self.fingerprint(build)
         older = None if build.replaces is None else registry().get(build.replaces)
@@ -313,13 +345,14 @@ class Runner:
         def result(
             outcomes: Mapping[str, Outcome], findings: tuple[Finding, ...], skip: str | None = None
         ) -> CaseResult:
-            return CaseResult(build.id, fingerprint, case.id, outcomes, findings, time.monotonic() - began, skip)
+            seconds, device = time.monotonic() - began, machine.device_of(build)
+            where = self._name if self._gpu is None or not is_gpu(build.device) else f"{self._name} GPU {self._gpu}"
+            return CaseResult(build.id, fingerprint, case.id, outcomes, findings, seconds, skip, device, where)
 
         if (reason := build.declines(case)) is not None:
             return result({}, (), reason), None
         if self._hangs[build.id] >= HANGS:
-            what = f"not run: the build hung on {HANGS} cases before this one"
-            return result({"contract": Outcome.INCONCLUSIVE}, (Finding("contract", what, inconclusive=True),)), None
+            return not_run(build, case, fingerprint, HUNG), None
         context = self._context(case)
         plan = gates.plan(build, case, self.settings.tier)
         if labels:
@@ -329,8 +362,7 @@ class Runner:
             launches = self._launch(build, context, plan)
         except _Declined as declined:
             return result({}, (), str(declined)), None
-        if any(launch.error and launch.error.startswith("no answer within") for launch in launches):
-            self._hangs[build.id] += 1
+        self._hangs[build.id] += hung(launches)
         evidence = Evidence(
             build,
             case,
@@ -352,12 +384,12 @@ class Runner:
         return result(outcomes, tuple(f for f in findings if f.gate in only)), evidence
 
     def each(self, work: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[tuple[Item, Found]]:
-        """work(item) on settings.jobs threads, yielding each as it is done. An exception in one ends them all."""
+        """work(item) on `jobs` threads, yielding each as it is done. An exception in one ends them all."""
         pending: dict[Future[Found], Item] = {}
         remaining = iter(items)
         while True:
             # A short queue: what a finished item holds is dropped before more of it piles up.
-            while len(pending) < self.settings.jobs and (item := next(remaining, None)) is not None:
+            while len(pending) < self.jobs and (item := next(remaining, None)) is not None:
                 pending[self._threads.submit(work, item)] = item
             if not pending:
                 return
@@ -374,9 +406,27 @@ class Runner:
         """Let builds run again that hung on too many cases before."""
         self._hangs.clear()
 
-    def given_up(self, result: CaseResult) -> bool:
-        """True for a case that was not run because of earlier hangs: such a result is not kept."""
-        return any(f.inconclusive and f.what.startswith("not run: the build hung") for f in result.findings)
+    @contextlib.contextmanager
+    def _lease(self, build: Build) -> Iterator[None]:
+        """The GPU with the fewest at work is this thread's meanwhile; of several one where a child waits already."""
+        if not self._at_work or not machine.may_use_gpu(build):
+            yield
+            return
+        with self._lock:
+            warm = {child.gpu for child in self._idle if child.build == build}
+            gpu = min(self._at_work, key=lambda name: (self._at_work[name], name not in warm))
+            self._at_work[gpu] += 1
+        self._here.gpu = gpu
+        try:
+            yield
+        finally:
+            self._here.gpu = None
+            with self._lock:
+                self._at_work[gpu] -= 1
+
+    @property
+    def _gpu(self) -> str | None:
+        return getattr(self._here, "gpu", None)
 
     def _launch(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> tuple[Launch, ...]:
         """Every launch of the plan, up to the one in which the build took its process down."""
@@ -463,10 +513,10 @@ class Runner:
             raise Stopped
         with self._lock:
             for child in self._idle if not fresh else ():
-                if child.build == build and child.alive:
+                if child.build == build and child.gpu == self._gpu and child.alive:
                     self._idle.remove(child)
                     return child
-        child = Child(build, self._limits.get(build.id, self.settings.limits), self.stop)
+        child = Child(build, self._limits.get(build.id, self.settings.limits), self.stop, self._gpu)
         with self._lock:
             self._all.add(child)
         return child
@@ -481,6 +531,40 @@ class Runner:
             self._all.difference_update(spare)
         for one in spare:
             one.close()
+
+
+HUNG = f"the build hung on {HANGS} cases before this one"
+
+
+def hung(launches: Iterable[Launch]) -> bool:
+    """Whether one of a case's launches ran into the time limit."""
+    return any(launch.error is not None and launch.error.startswith("no answer within") for launch in launches)
+
+
+def not_run(build: Build, case: Case, fingerprint: str, why: str) -> CaseResult:
+    """The result of a case that was given up: nothing is known of it, so it is not kept (given_up)."""
+    finding = Finding("contract", f"not run: {why}", inconclusive=True)
+    return CaseResult(build.id, fingerprint, case.id, {"contract": Outcome.INCONCLUSIVE}, (finding,), 0.0)
+
+
+def unloadable(builds: Iterable[Build], limits: Limits) -> str | None:
+    """Why not one of the builds from outside can even be loaded: that is bad input. Among others such a build is
+    rejected, for what it does is nobody else's trouble."""
+    why = None
+    for build in builds:
+        if build.id in registry() or build.name.startswith("fault_"):
+            continue
+        try:
+            Child(build, limits).close()
+            return None
+        except ChildError as error:
+            why = f"{build.target} cannot be loaded: {error}"
+    return why
+
+
+def given_up(result: CaseResult) -> bool:
+    """Whether a result is one of not_run."""
+    return any(f.inconclusive and f.what.startswith("not run: ") for f in result.findings)
 
 
 def _large(case: Case) -> bool:
@@ -529,6 +613,41 @@ class RunReport:
         return 0 if seen == {"accept"} else 3
 
 
+Pair = tuple[Build, Case]
+
+
+@dataclass(frozen=True)
+class Crew:
+    """Those who judge, ready to.
+
+    fingerprints, devices: of each build by its id, where it will run. judge: a result for each pair, as they come.
+    """
+
+    fingerprints: Mapping[str, str]
+    devices: Mapping[str, str]
+    judge: Callable[[Sequence[Pair]], Iterator[CaseResult]]
+
+
+Executor = Callable[
+    [Sequence[Build], Sequence[Case], Settings, threading.Event | None], contextlib.AbstractContextManager[Crew]
+]
+
+
+@contextlib.contextmanager
+def _local(
+    builds: Sequence[Build], cases: Sequence[Case], settings: Settings, stop: threading.Event | None
+) -> Iterator[Crew]:
+    """Threads and children on this machine."""
+    with Runner(settings, stop) as runner:
+
+        def judge(pairs: Sequence[Pair]) -> Iterator[CaseResult]:
+            return (result for _, result in runner.each(lambda pair: runner.examine(*pair)[0], pairs))
+
+        devices = {b.id: machine.device_of(b) for b in builds}
+        yield Crew({b.id: runner.fingerprint(b) for b in builds}, devices, judge)
+
+
+EXECUTORS: Mapping[str, Executor] = {"local": _local}
 Watch = Callable[[int, int, CaseResult], None]
 
 
@@ -539,11 +658,12 @@ def run(
     out: Path | None,
     watch: Watch = lambda done, total, result: None,
     stop: threading.Event | None = None,
+    executor: str = "local",
 ) -> RunReport:
     """Examine every build on every case of its op; append each result to out/results.jsonl as it comes.
 
-    out None keeps nothing. Raises KeyboardInterrupt when interrupted, with every child gone and every finished result
-    on disk.
+    out None keeps nothing. executor: one of EXECUTORS. Raises KeyboardInterrupt when interrupted, with every child
+    gone and every finished result on disk, and whatever the executor raises when it cannot begin or go on.
     """
     began = time.monotonic()
     journal = Journal(out) if out is not None else None
@@ -553,15 +673,15 @@ def run(
     earlier = journal.earlier if journal is not None and not settings.fresh else {}
     known: dict[tuple[str, str], CaseResult] = {}
     try:
-        with Runner(settings, stop) as runner:
+        with EXECUTORS[executor](builds, cases, settings, stop) as crew:
             for b, c in pairs:
-                if (old := earlier.get((b.id, runner.fingerprint(b), c.id, stamp))) is not None:
+                old = earlier.get((b.id, crew.fingerprints[b.id], c.id, stamp))
+                if old is not None and old.device == crew.devices[b.id]:
                     known[b.id, c.id] = old
             todo = [(b, c) for b, c in mine if (b.id, c.id) not in known]
-            judged = runner.each(lambda pair: runner.examine(*pair)[0], todo)
-            for number, (_, result) in enumerate(judged, 1):
+            for number, result in enumerate(crew.judge(todo), 1):
                 known[result.build, result.case] = result
-                if journal is not None and not runner.given_up(result):
+                if journal is not None and not given_up(result):
                     journal.append(result, stamp)
                 watch(number, len(todo), result)
     finally:
@@ -602,6 +722,8 @@ def summarise(
             lacking[b.id] += 1
     verdicts = []
     for b in builds:
+        ran = [result for result in found[b.id] if result.skipped is None and not given_up(result)]
+        devices, machines = (tuple(sorted({getattr(r, of) for r in ran})) for of in ("device", "machine"))
         verdict = judge(
             b.id, b.op, found[b.id], replaces=b.replaces is not None, captured=gates.captures(b), terms=b.terms()
         )
@@ -616,7 +738,10 @@ def summarise(
         elif verdict.word == "accept" and (missing := left_out(b, settings.tier, cases)):
             some = f"passed, but {missing} cases of the {settings.tier} tier were not asked for"
             verdict = replace(verdict, word="inconclusive", reason=some)
-        verdicts.append(verdict)
+        elif verdict.word == "accept" and len(devices) > 1:
+            both = f"passed in part on each of {len(devices)} devices ({'; '.join(devices)}); an accept is of one"
+            verdict = replace(verdict, word="inconclusive", reason=both)
+        verdicts.append(replace(verdict, devices=devices, machines=machines))
     results = tuple(result for b in builds for result in found[b.id])
     return RunReport(
         tuple(builds), tuple(cases), settings, results, tuple(verdicts), missing=sum(lacking.values()), **counts

@@ -20,10 +20,10 @@ import pytest
 from mxgate.conformance import data, gates, worker
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import case_by_id, cases, rerouted
-from mxgate.conformance.certificate import device_of
 from mxgate.conformance.commands.choose import choose_builds
 from mxgate.conformance.commands.usage import UsageError
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, digest
+from mxgate.conformance.machine import device_of
 from mxgate.conformance.run import Runner, Settings
 from mxgate.conformance.verdict import Finding, Outcome, judge
 from mxgate.conformance.worker import MARGIN

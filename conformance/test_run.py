@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mxgate.conformance import case as case_module
-from mxgate.conformance import certificate, report, run
+from mxgate.conformance import certificate, machine, report, run
 from mxgate.conformance.run import Journal, Settings, code_version, from_line, read_results, to_line
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome
 from mxgate.fixtures import CAPTURED
@@ -598,7 +598,7 @@ def test_time_refuses(say: Say, accepted: Path, source: Path, monkeypatch: pytes
     refused(f"was not accepted on the shape class of {other}; it covers shapes 64x96", "--case", other)
     refused("no case named", "--case", "wgrad/nope")
     with monkeypatch.context() as patch:
-        patch.setattr(certificate, "device", lambda: "cpu: another, x86_64")
+        patch.setattr(machine, "device", lambda: "cpu: another, x86_64")
         refused("was accepted on another device")
     with monkeypatch.context() as patch:
         patch.setattr(certificate, "code_version", lambda: "0")
@@ -611,7 +611,7 @@ def test_time_refuses(say: Say, accepted: Path, source: Path, monkeypatch: pytes
     for broken in ("{}", "3", "null"):
         accepted.write_text(broken)
         refused("is no certificate of this version")
-    accepted.write_text('{"certificate": "mxgate certificate 1"}')
+    accepted.write_text('{"certificate": "mxgate certificate 2"}')
     refused("was changed after it was written")
     accepted.write_text(text)
     before = source.read_text()

@@ -56,7 +56,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One build on one case: a line of the JSONL. skipped: the reason, when the build declined the case."""
+    """One build on one case: a line of the JSONL. skipped: the reason, when the build declined the case.
+
+    device: what it ran on, as a certificate names it. machine: whose that is, with the number of its GPU if it has
+    several.
+    """
 
     build: str
     fingerprint: str
@@ -65,6 +69,8 @@ class CaseResult:
     findings: tuple[Finding, ...]
     seconds: float
     skipped: str | None = None
+    device: str = ""
+    machine: str = ""
 
     @property
     def outcome(self) -> Outcome:
@@ -86,7 +92,8 @@ def worst(outcomes: Iterable[Outcome]) -> Outcome:
 class Verdict:
     """A build's verdict. gates: the worst outcome of each gate over all cases. reason: one phrase for the table.
 
-    terms: where the build was held to other terms than the contract's own (Build.terms).
+    terms: where the build was held to other terms than the contract's own (Build.terms). devices, machines: what its
+    results are of and where they were had; an accept is of one device.
     """
 
     build: str
@@ -94,6 +101,8 @@ class Verdict:
     gates: Mapping[str, Outcome]
     reason: str
     terms: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    machines: tuple[str, ...] = ()
 
 
 def judge(

@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Array, Launch, LaunchSpec, Operands, digest
 from mxgate.conformance.layout import LayoutError, laid_out, layout, quantized
+from mxgate.conformance.machine import VISIBLE
 from mxgate.kernels import build as build_module
 from mxgate.kernels.build import HIP, OPS, Build, BuildError, Unavailable, build_from, hip
 from mxgate.kernels.gpu import is_emulated, is_gpu
@@ -100,7 +101,7 @@ def _bytes(array: Array) -> NDArray[np.uint8]:
 # The runner's side
 
 
-def _environment(build: Build) -> dict[str, str]:
+def _environment(build: Build, gpu: str | None) -> dict[str, str]:
     one = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
     # Without glibc's per-thread cache every malloc, however small, honours M_PERTURB.
     interpreted = {"TRITON_INTERPRET": str(int(build.device == "interpreter"))}
@@ -108,6 +109,7 @@ def _environment(build: Build) -> dict[str, str]:
         **os.environ,
         **(interpreted if build.device == "interpreter" or is_gpu(build.device) else {}),
         **dict.fromkeys(one, "1"),
+        **({VISIBLE: gpu} if gpu is not None else {}),
         "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
         "PYTHONUNBUFFERED": "1",
     }
@@ -117,12 +119,15 @@ class Child:
     """One child process with one build loaded.
 
     keywords: the optional keywords (`out`, `out_dtype`, `bias`, `format`, `seed`, `model`) that its callable takes.
-    Raises ChildError when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead
-    child closes itself.
+    gpu: the only one that it sees, as CUDA_VISIBLE_DEVICES names it; None for what this process sees. Raises ChildError
+    when the build cannot be loaded, Stopped when `stop` is set meanwhile. Close it when done; a dead child closes
+    itself.
     """
 
-    def __init__(self, build: Build, limits: Limits, stop: threading.Event | None = None) -> None:
-        self.build, self.limits, self.stop = build, limits, stop or threading.Event()
+    def __init__(
+        self, build: Build, limits: Limits, stop: threading.Event | None = None, gpu: str | None = None
+    ) -> None:
+        self.build, self.limits, self.stop, self.gpu = build, limits, stop or threading.Event(), gpu
         self._closed = False
         self._case, self._number = "", 0
         self._known: set[str] = set()
@@ -136,7 +141,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=(theirs.fileno(),),
-            env=_environment(build),
+            env=_environment(build, gpu),
             start_new_session=True,
         )
         theirs.close()

@@ -201,6 +201,11 @@ class Build:
         itself, as far as import statements tell; the same goes for a function that lays out its scales. Raises
         BuildError when a source is not there.
         """
+        on = f"{gpu()};" if is_gpu(self.device) else ""
+        return hashlib.sha256(f"{on}{self.identity()}".encode()).hexdigest()
+
+    def identity(self) -> str:
+        """The fingerprint less the GPU: the same on all machines with the same files and packages."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
         places = [t.rpartition(":")[0] for t in (self.target, self.scale_layout) if ":" in t]
         files = {name: _source(name) for name in (*places, *self.sources)}
@@ -211,10 +216,8 @@ class Build:
             digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
         for package in ("numpy", "ml_dtypes", *self.requires):
             digest.update(f"{package}={version(package)};".encode())
-        if is_gpu(self.device):
-            digest.update(f"{gpu()};".encode())
         if self.replaces is not None and (ancestor := registry().get(self.replaces)) is not None:
-            digest.update(ancestor.fingerprint().encode())
+            digest.update(ancestor.identity().encode())
         return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Which GPU this machine has, asked of the driver: without importing torch, and without opening a context on it."""
+"""Which GPUs this machine has, asked of the driver: without importing torch, and without opening a context on one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,35 @@ class Gpu:
         return f"{self.name} ({self.architecture})"
 
 
-@cache
 def gpu() -> Gpu | None:
-    """The first GPU that torch would call cuda:0, or None."""
-    return _nvidia() or _amd()
+    """The GPU that torch would call cuda:0, or None."""
+    return next(iter(gpus()), None)
 
 
-def _nvidia() -> Gpu | None:
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """The GPUs in the order of torch's numbers; of AMD's, the first alone."""
+    first = _amd()
+    return _nvidia() or ((first,) if first else ())
+
+
+def _nvidia() -> tuple[Gpu, ...]:
+    """Those that CUDA_VISIBLE_DEVICES of this process leaves; () where there is no driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return None
+        return ()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return ()
+    found = (_asked(cuda, number) for number in range(count.value))
+    return tuple(gpu for gpu in found if gpu is not None)
+
+
+def _asked(cuda: ctypes.CDLL, number: int) -> Gpu | None:
     device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
     major, minor = ctypes.c_int(), ctypes.c_int()
-    ok = cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), 0) == 0
+    ok = cuda.cuDeviceGet(ctypes.byref(device), number) == 0
     ok = ok and cuda.cuDeviceGetName(name, len(name), device) == 0
     # Attributes 75 and 76: the compute capability's two parts.
     ok = ok and cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device) == 0

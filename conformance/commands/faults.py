@@ -44,14 +44,13 @@ def command(args: argparse.Namespace) -> int:
     if args.isa is not None:
         return _machine_code_faults(args)
     from mxgate.conformance import report as text
-    from mxgate.conformance.gates import cores
     from mxgate.conformance.matrix import kill_matrix
     from mxgate.conformance.run import Settings
     from mxgate.conformance.worker import Limits
     from mxgate.kernels.faults import FAULTS
     from mxgate.kernels.variants import CORRECT
 
-    settings = Settings(jobs=args.jobs or cores(), limits=Limits(args.time_limit, args.memory_limit))
+    settings = Settings(jobs=args.jobs, limits=Limits(args.time_limit, args.memory_limit))
     chosen = [f for f in FAULTS if _fault_matches(f.build, args.fault)]
     if not chosen:
         raise UsageError(unknown("fault", args.fault[0], [f.build.id for f in FAULTS], " (see `mxgate list faults`)"))

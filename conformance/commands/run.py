@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from mxgate.conformance.commands import common
 from mxgate.conformance.commands.choose import DEVICES, choose_builds, choose_cases, gates_named
 from mxgate.conformance.commands.saved import check_html, finish
 from mxgate.conformance.commands.usage import UsageError
-from mxgate.kernels.build import OPS, Build, registry
+from mxgate.kernels.build import OPS
 
 
 def options(sub: argparse.ArgumentParser) -> None:
@@ -68,13 +67,12 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Any:
-    from mxgate.conformance.gates import cores
     from mxgate.conformance.run import Settings
     from mxgate.conformance.worker import Limits
 
     return Settings(
         tier=args.tier,
-        jobs=args.jobs or cores(),
+        jobs=args.jobs,
         shard=args.shard,
         limits=Limits(args.time_limit or common.SECONDS[args.tier], args.memory_limit),
         gates=gates_named(args.gate),
@@ -85,7 +83,7 @@ def _settings(args: argparse.Namespace) -> Any:
 def command(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
     from mxgate.conformance.case import asked
-    from mxgate.conformance.run import run
+    from mxgate.conformance.run import run, unloadable
 
     check_html(args.html)
     settings = _settings(args)
@@ -99,7 +97,8 @@ def command(args: argparse.Namespace) -> int:
         if args.build:
             raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
-    _try_loading([b for b in builds if b.id not in registry() and not b.name.startswith("fault_")], settings.limits)
+    if (why := unloadable(builds, settings.limits)) is not None:
+        raise UsageError(why)
     out = common.writable(args.out)
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         common.STATE.mkdir(exist_ok=True)
@@ -107,17 +106,3 @@ def command(args: argparse.Namespace) -> int:
     with text.Watch("cases") as step:
         report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
     return finish(report, out, args.json, args.device, args.html)
-
-
-def _try_loading(builds: Sequence[Build], limits: Any) -> None:
-    """Outside builds none of which can even be loaded are bad input. Among others such a build is rejected, for what it
-    does is nobody else's trouble."""
-    from mxgate.conformance.worker import Child, ChildError
-
-    for number, build in enumerate(builds, 1):
-        try:
-            Child(build, limits).close()
-            return
-        except ChildError as error:
-            if number == len(builds):
-                raise UsageError(f"{build.target} cannot be loaded: {error}") from None

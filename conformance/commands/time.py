@@ -47,7 +47,7 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    from mxgate.conformance import certificate, timing
+    from mxgate.conformance import certificate, machine, timing
     from mxgate.conformance import report as text
     from mxgate.conformance.case import case_by_id
     from mxgate.conformance.worker import Limits
@@ -97,9 +97,9 @@ def command(args: argparse.Namespace) -> int:
         numbers = [
             {k: v for k, v in asdict(t).items() if t.refused is None or k in ("build", "refused")} for t in timings
         ]
-        common.print_json({"command": "time", "case": case.id, "device": certificate.device(), "timings": numbers})
+        common.print_json({"command": "time", "case": case.id, "device": machine.device(), "timings": numbers})
     else:
-        text.print_timings(timings, case, certificate.device(), text.console())
+        text.print_timings(timings, case, machine.device(), text.console())
     return 1 if refused else 0
 
 

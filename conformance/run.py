@@ -85,6 +85,7 @@ _NOT_JUDGING = (
     "minimize",
     "training",
     "machine",
+    "cluster",
 )
 
 
@@ -647,7 +648,16 @@ def _local(
         yield Crew({b.id: runner.fingerprint(b) for b in builds}, devices, judge)
 
 
-EXECUTORS: Mapping[str, Executor] = {"local": _local}
+def _ray(
+    builds: Sequence[Build], cases: Sequence[Case], settings: Settings, stop: threading.Event | None
+) -> contextlib.AbstractContextManager[Crew]:
+    """The nodes of a Ray cluster."""
+    from mxgate.conformance import cluster  # imports this module
+
+    return cluster.on_ray(builds, cases, settings, stop)
+
+
+EXECUTORS: Mapping[str, Executor] = {"local": _local, "ray": _ray}
 Watch = Callable[[int, int, CaseResult], None]
 
 

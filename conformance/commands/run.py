@@ -60,6 +60,13 @@ def options(sub: argparse.ArgumentParser) -> None:
         help="where results go, and where a stopped run resumes (default .mxgate)",
     )
     sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
+    sub.add_argument(
+        "--executor",
+        choices=("local", "ray"),
+        default="local",
+        help="where to judge: this machine (default), or the nodes of the Ray cluster at $RAY_ADDRESS, else of the "
+        "one that this machine is in; --jobs is then of each node",
+    )
     common.jobs(sub)
     common.limits(sub, None)
     common.as_html(sub)
@@ -83,6 +90,7 @@ def _settings(args: argparse.Namespace) -> Any:
 def command(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
     from mxgate.conformance.case import asked
+    from mxgate.conformance.cluster import ClusterError
     from mxgate.conformance.run import run, unloadable
 
     check_html(args.html)
@@ -97,12 +105,18 @@ def command(args: argparse.Namespace) -> int:
         if args.build:
             raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]
-    if (why := unloadable(builds, settings.limits)) is not None:
+    # The nodes of a cluster see for themselves.
+    if args.executor == "local" and (why := unloadable(builds, settings.limits)) is not None:
         raise UsageError(why)
     out = common.writable(args.out)
     with contextlib.suppress(OSError):  # only a convenience for `mxgate explain`
         common.STATE.mkdir(exist_ok=True)
         (common.STATE / "last-run").write_text(str(out.resolve()))
     with text.Watch("cases") as step:
-        report = run(builds, cases, settings, out, lambda done, total, r: step(done, total, r.case))
+        try:
+            report = run(
+                builds, cases, settings, out, lambda done, total, r: step(done, total, r.case), executor=args.executor
+            )
+        except ClusterError as error:
+            raise UsageError(str(error)) from None
     return finish(report, out, args.json, args.device, args.html)

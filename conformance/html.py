@@ -92,6 +92,7 @@ def write(
     anchors = {section.verdict.build: section.anchor for section in sections}
     page = template.render(
         summary=text.summary(report),
+        places=text.places(report),
         tier=report.settings.tier,
         gates=[(gate, _demand(gate)) for gate in gates],
         rows=[_row(verdict, gates, anchors) for verdict in report.verdicts],

@@ -119,8 +119,8 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
     for reason, names in skipped.items():
         say(to, f"skip {', '.join(names)}: {reason}")
     say(to, summary(report))
-    for place in _places(report):
-        say(to, place)
+    for line in places(report):
+        say(to, line)
     for warning in report.warnings:
         say(to, f"note: {warning}")
 
@@ -131,7 +131,7 @@ def shown_gates(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
     return tuple(gate for gate in GATES if gate in spoke or any(gate in needed for needed in MANDATORY.values()))
 
 
-def _places(report: RunReport) -> list[str]:
+def places(report: RunReport) -> list[str]:
     """A line for each device that something ran on: "on NVIDIA H200 (sm90): node-7 GPU 0, node-7 GPU 1"."""
     machines = {device: set[str]() for verdict in report.verdicts for device in verdict.devices}
     for result in report.results:

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from mxgate.conformance import machine
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.html import _outside_by, _pooled
 
@@ -66,6 +67,8 @@ def test_a_report_is_one_file_that_says_what_the_terminal_says(tmp_path: Path, c
     assert text.count('role="img"') == 5  # four experts and the histogram
     first = capsys.readouterr().out
     assert "REJECT wgrad/fault_last_block_twice" in first
+    place = f"on {machine.device()}: {machine.name()}"
+    assert place in page.text and f"{place}\n" in first
     assert main(["report", str(tmp_path / "out"), "--html", str(tmp_path / "again.html")]) == 1
     assert Page((tmp_path / "again.html").read_text(encoding="utf-8")).links == page.links
 

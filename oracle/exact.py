@@ -323,7 +323,7 @@ class _Total:
                 np.multiply(tile, np.ldexp(1.0, columns), out=tile)
                 np.add(tile, 0.0, out=tile)  # -0 becomes +0
                 continue
-            limbs = [np.zeros(tile.shape, np.int64) for _ in range(1 + max(*self.hot, *self.cold))]
+            limbs = [np.zeros(tile.shape, np.int64) for _ in range(1 + max((*self.hot, *self.cold)))]
             for terms in (self.hot, self.cold):
                 for k, term in terms.items():
                     limbs[k] += term[part].astype(np.int64)

@@ -90,6 +90,13 @@ def test_a_thousand_small_cases_equal_the_twin(part: int) -> None:
         assert same(OPS[op](a, b, offsets), getattr(twin, op)(a, b, offsets)), (part, i, op, a, b, offsets)
 
 
+def test_operands_without_a_low_digit() -> None:
+    """Every element the largest of its format: too long a sum for one product, and nothing in the lowest digit."""
+    a, b = mx([[0x7B] * 32], [[127]], format="e5m2"), mx([[0x7E] * 32], [[127]])
+    answer = wgrad(a, b, ends(32))
+    assert answer.value.tolist() == answer.magnitude.tolist() == [[[57344.0 * 448 * 32]]]
+
+
 def test_nan_and_infinity_go_where_ieee_arithmetic_sends_them() -> None:
     """NaN elements, 0xFF scales, infinities against zeros and against each other, in operands and in the tail."""
     rng = np.random.default_rng(11)

@@ -20,6 +20,7 @@ from mxgate.conformance.case import case_by_id, cases, salted
 from mxgate.conformance.conftest import collect
 from mxgate.conformance.gates import SILENT, owned
 from mxgate.conformance.launch import FILL_FINITE, Evidence, Launch, LaunchSpec, digest
+from mxgate.conformance.poison import COPIED
 from mxgate.conformance.verdict import GATES, MANDATORY, Finding, Outcome, judge, worst
 from mxgate.kernels import numpy_reference as reference
 from mxgate.kernels import numpy_windowed as windowed
@@ -117,6 +118,27 @@ def test_a_build_of_another_design_passes_what_it_promises() -> None:
             assert not rejecting(collect(build, case, float32_in_blocks)), case.id
     promised = replace(build, tail="zero")
     assert rejecting(collect(promised, case_by_id(ROWS), float32_in_blocks)) == {"contract", "padding"}
+
+
+def test_any_nan_is_like_any_other_under_other_strides_or_lengths_and_only_there() -> None:
+    """torch writes one NaN from its vectors and another from single elements; a repeat goes the same way again."""
+    e = honest("forward/64x96/shift32/special")
+
+    def renamed(labels: str, to: int) -> Evidence:
+        def change(x: Launch) -> Launch:
+            if labels not in x.label:
+                return x
+            output = (x.output[0].copy(),)
+            output[0].view(np.uint16)[np.isnan(output[0].astype(np.float32))] = to
+            return replace(x, output=output, digest=digest(output))
+
+        return with_output(e, change)
+
+    for labels in ("out=", "padding", COPIED):
+        assert not rejecting(renamed(labels, 0xFFFF)), labels
+        assert ("contract" if labels == "out=" else "padding") in rejecting(renamed(labels, 0x3F80))
+    assert rejecting(renamed("repeat", 0xFFFF)) == {"reproducible"}
+    assert "contract" in rejecting(renamed("other memory", 0xFFFF))
 
 
 def test_where_every_product_is_zero_either_zero_will_do_and_elsewhere_not() -> None:

@@ -92,7 +92,7 @@ def _normal_table() -> F32:
 def _normal(seed: int, stream: str, rows: slice, length: int) -> F32:
     """Normal float32 numbers (mean 0, variance 1) of rows [start, stop) of a plane of `length` columns."""
     random = _bytes(seed, stream, slice(2 * rows.start, 2 * rows.stop), length).view("<u2")
-    return np.asarray(_normal_table()[random.reshape(-1, length)])
+    return np.asarray(_normal_table()[random.reshape(rows.stop - rows.start, length)])
 
 
 def _cycle(seed: int, stream: str, count: int, modulus: int, step: int, low: int = 1) -> I64:

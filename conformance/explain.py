@@ -23,12 +23,11 @@ from mxgate.conformance.gates import decoded, owned, usable
 from mxgate.conformance.hypotheses import BLOCK, NAMES, View, cut, factors, hypotheses, values, view_of
 from mxgate.conformance.launch import Array, Evidence, Launch
 from mxgate.conformance.verdict import Finding
-from mxgate.conformance.where import AXES, Bool, among, bits, groups, place, steps, unequal
+from mxgate.conformance.where import AXES, TILE, Bool, among, bits, groups, place, steps, unequal, worst_tile
 from mxgate.oracle import ACCUMULATORS, PROFILES, SCALE_RULES, Answer, MXArray, quantize
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.formats import FORMATS, float32_bits
 
-TILE = 16
 WORK = 1 << 27  # multiply-adds above which no hypothesis is tried
 
 
@@ -112,13 +111,7 @@ def _facts(e: Evidence, got: Array, want: Array, wrong: Bool) -> tuple[str, ...]
         rows, columns = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
         of = f"expert {g}: {among(rows, part.shape[0], axes[0])}, {among(columns, part.shape[1], axes[1])}"
         facts.append(f"{of}{'; rows counted from the start of the group' if axes[0] == 'row' else ''}")
-    worst = (0, 0, 0, 0)
-    for g, part in bad:
-        padded = np.pad(part, [(0, -length % TILE) for length in part.shape])
-        tiles = padded.reshape(padded.shape[0] // TILE, TILE, -1, TILE).sum(axis=(1, 3))
-        i, j = np.unravel_index(int(tiles.argmax()), tiles.shape)
-        worst = max(worst, (int(tiles[i, j]), g, int(i) * TILE, int(j) * TILE), key=lambda w: w[0])
-    count, g, i0, j0 = worst
+    g, (count, i0, j0) = max(((g, worst_tile(part)) for g, part in bad), key=lambda found: found[1][0])
     facts.append(f"worst {TILE}x{TILE} tile: expert {g}, {axes[0]} {i0}.., {axes[1]} {j0}..: {count} wrong")
     x, y = got.astype(np.float64), want.astype(np.float64)
     finite = wrong & np.isfinite(x) & np.isfinite(y)

@@ -6,8 +6,14 @@ A rejected build's first finding is run once more for its pictures, as `mxgate e
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import itertools
+import json
+import re
+import shlex
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +23,29 @@ import jinja2
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from mxgate.conformance import gates as gate_module
 from mxgate.conformance import report as text
+from mxgate.conformance import timing_plot
 from mxgate.conformance.case import EXACT
 from mxgate.conformance.explain import Cause, explanation
 from mxgate.conformance.gates import owned, usable
 from mxgate.conformance.launch import Evidence
+from mxgate.conformance.machine_code import Figures
 from mxgate.conformance.run import Runner, RunReport
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict
-from mxgate.conformance.where import AXES, groups, steps
+from mxgate.conformance.where import AXES, TILE, groups, steps, worst_tile
+from mxgate.kernels.build import called
 from mxgate.oracle import Answer, MXArray
-from mxgate.oracle.bound import round_to
+from mxgate.oracle.bound import outside, round_to
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 MAPS = 8  # experts that get a map, those with most wrong elements
 CELLS = 96  # of a map along an axis; a cell shows the worst of what it covers
+_MAP = mpl.colormaps["inferno"].with_extremes(bad="#3b7dd8")
 _INK = "#7b8087"  # readable on light and on dark
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -61,6 +73,7 @@ class Section:
     anchor: str
     case: str
     finding: Finding | None
+    facts: tuple[str, ...]
     lines: tuple[str, ...]
     causes: tuple[Cause, ...]
     also: tuple[str, ...]
@@ -72,18 +85,18 @@ def write(
     report: RunReport,
     path: Path,
     *,
-    ledgers: Mapping[str, Mapping[str, Mapping[str, int]]],
-    timings: Sequence[Mapping[str, Any]],
+    ledgers: Mapping[str, tuple[Figures, tuple[str, ...]]],
+    timings: Path,
     watch: Callable[[int, int, str], None],
 ) -> None:
-    """Write the report. ledgers: figures by build and kernel (inspect). timings: records of `mxgate time`."""
+    """Write the report. ledgers: by build, what machine_code.figures and notes say. timings: where `mxgate time` keeps
+    its records; the file need not be there."""
     failed = [v for v in report.verdicts if v.word in ("reject", "inconclusive")]
     sections = []
     with Runner(report.settings) as runner, mpl.rc_context(_STYLE):
         for number, verdict in enumerate(failed, 1):
             sections.append(_section(verdict, report, runner))
             watch(number, len(failed), verdict.build)
-        timing = _timing_picture(timings) if timings else None
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
@@ -99,9 +112,8 @@ def write(
         sections=sections,
         terms=[(v.build, v.terms) for v in report.verdicts if v.word == "accept" and v.terms],
         assumptions=list(dict.fromkeys(line for b in report.builds for line in b.assumes)),
-        ledgers=[(build, list(of), _ledger_rows(of)) for build, of in ledgers.items()],
-        timing=timing,
-        timings=timings,
+        ledgers=[(build, list(of), _ledger_rows(of), notes) for build, (of, notes) in ledgers.items()],
+        timings=_timing_pictures(timings),
     )
     path.write_text(page, encoding="utf-8")
 
@@ -127,9 +139,10 @@ def _section(verdict: Verdict, report: RunReport, runner: Runner) -> Section:
     mine = [r for r in report.results if r.build == verdict.build]
     first = text.first_finding(mine)
     if first is None:
-        return Section(verdict, anchor, "", None, (), (), (), (), ())
+        return Section(verdict, anchor, "", None, (), (), (), (), (), ())
     result, finding = first
     also = tuple(f"{gate} on {_some(found)}" for gate in GATES if (found := _rejecting(mine, gate)))
+    facts: tuple[str, ...] = tuple(finding.detail.get("extent", ()))
     lines: tuple[str, ...] = finding.where
     causes: tuple[Cause, ...] = ()
     pictures: tuple[Picture, ...] = ()
@@ -137,13 +150,15 @@ def _section(verdict: Verdict, report: RunReport, runner: Runner) -> Section:
     case = next(c for c in report.cases if c.id == result.case)
     commands: tuple[str, ...] = ()
     if not finding.inconclusive:
-        commands = tuple(f"mxgate {c} --build {build.id} --case '{case.id}'" for c in ("explain", "minimize"))
+        words = ("explain", "minimize") if build.op != "quantize" else ("explain",)
+        commands = tuple(f"mxgate {word} {called(build)} --case {shlex.quote(case.id)}" for word in words)
         again, evidence = runner.examine(build, case)
         same = next((f for f in again.findings if f.gate == finding.gate), None)
         if evidence is not None and same is not None:
             told = explanation(evidence, same)
-            lines, causes, pictures = (*told.where, *told.facts), told.causes, _pictures(evidence, same)
-    return Section(verdict, anchor, result.case, finding, lines, causes, also, commands, pictures)
+            facts, lines = tuple(fact.rstrip(":") for fact in told.facts) or facts, told.where
+            causes, pictures = told.causes, _pictures(evidence, same)
+    return Section(verdict, anchor, result.case, finding, facts, lines, causes, also, commands, pictures)
 
 
 def _rejecting(results: Sequence[CaseResult], gate: str) -> list[CaseResult]:
@@ -162,8 +177,14 @@ def _some(results: Sequence[CaseResult]) -> str:
 def _svg(figure: Figure) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    drawing = out.getvalue()
-    return drawing[drawing.index("<svg") :]
+    return _inline(out.getvalue())
+
+
+def _inline(drawing: str) -> str:
+    """A drawing's markup for a page that holds others: nothing but the picture, and ids that are its own."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
+    own = hashlib.sha256(svg.encode()).hexdigest()[:8]
+    return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{own}-", svg)
 
 
 def _pictures(e: Evidence, finding: Finding) -> tuple[Picture, ...]:
@@ -191,7 +212,7 @@ def _outside_by(out: Array, lo: Array, hi: Array) -> Array:
         nearest = np.clip(out.astype(np.float64), lo, hi)
     away = steps(out, round_to(nearest, out.dtype))
     bad = np.isnan(out.astype(np.float64)) != np.isnan(lo)
-    return np.where(bad, -1, np.where(np.isnan(lo), 0, away))
+    return np.where(outside(out, lo, hi), np.where(bad, -1, away), 0)
 
 
 def _maps(e: Evidence, away: Array) -> list[Picture]:
@@ -200,30 +221,43 @@ def _maps(e: Evidence, away: Array) -> list[Picture]:
     else:
         parts = [(f"expert {g}", part) for g, part in groups(e.case, away)]
     down, across = AXES[e.case.op]
+    pictures = [_by_expert(parts)] if len(parts) > 1 else []
     parts.sort(key=lambda part: -np.count_nonzero(part[1]))
-    pictures = []
     for name, part in parts[:MAPS]:
         wrong = np.count_nonzero(part)
         if not wrong or not part.size:
             continue
         rows, columns = part.shape
-        value = np.where(part < 0, 40.0, np.log2(1.0 + np.maximum(part, 0)))
+        value = _pooled(np.where(part < 0, np.inf, np.log2(1.0 + np.maximum(part, 0))))
+        finite = value[np.isfinite(value)]
         figure = Figure(figsize=(3.1, 2.7), layout="constrained")
         axis = figure.add_subplot()
         image = axis.imshow(
-            _pooled(value), cmap="inferno", vmin=0, vmax=max(1.0, float(value.max())), interpolation="nearest",
-            extent=(0, columns, rows, 0), aspect="auto",
+            np.ma.masked_invalid(value), cmap=_MAP, vmin=0, vmax=max(1.0, float(finite.max(initial=0))),
+            interpolation="nearest", extent=(0, columns, rows, 0), aspect="auto",
         )  # fmt: skip
         axis.set(xlabel=across, ylabel=down, title=name)
         figure.colorbar(image, label="log2(1 + ulp outside)")
-        worst = np.unravel_index(int(value.argmax()), value.shape)
-        nan = f", {np.count_nonzero(part < 0)} of them NaN" if (part < 0).any() else ""
-        says = (
-            f"{name}: {wrong} of {part.size} elements are outside{nan}; "
-            f"the worst is at {down} {worst[0]}, {across} {worst[1]}"
-        )
-        pictures.append(Picture(_svg(figure), says))
+        count, i, j = worst_tile(part != 0)
+        height, width = min(TILE, rows - i), min(TILE, columns - j)
+        axis.add_patch(Rectangle((j, i), width, height, fill=False, edgecolor="#5dff7a", linewidth=1.2))
+        nan = f", {np.count_nonzero(part < 0)} of them NaN (blue)" if (part < 0).any() else ""
+        tile = f"{count} in the worst {TILE} x {TILE} tile, at {down} {i}, {across} {j} (outlined)"
+        pictures.append(Picture(_svg(figure), f"{name}: {wrong} of {part.size} elements are outside{nan}; {tile}"))
     return pictures
+
+
+def _by_expert(parts: Sequence[tuple[str, Array]]) -> Picture:
+    """How much of each expert is outside, those included that are right."""
+    shares = [100 * np.count_nonzero(part) / max(part.size, 1) for _, part in parts]
+    figure = Figure(figsize=(3.1, 2.7), layout="constrained")
+    axis = figure.add_subplot()
+    axis.bar([name.removeprefix("expert ") for name, _ in parts], shares, color="#c4483e")
+    axis.set(xlabel="expert", ylabel="% of its elements outside", ylim=(0, 100))
+    if len(parts) > 12:
+        axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    wrong = sum(share > 0 for share in shares)
+    return Picture(_svg(figure), f"{wrong} of {len(parts)} experts have elements outside their interval")
 
 
 def _pooled(value: Array) -> Array:
@@ -244,26 +278,36 @@ def _histogram(away: Array) -> Picture:
     names, shown = names[: last + 1], counts[: last + 1]
     if nan := int(np.count_nonzero(away < 0)):
         names, shown = [*names, "NaN"], np.append(shown, nan)
-    figure = Figure(figsize=(4.6, 0.9 + 0.2 * len(names)), layout="constrained")
+    figure = Figure(figsize=(4.6, 1.0 + 0.2 * len(names)), layout="constrained")
     axis = figure.add_subplot()
     axis.barh(names, shown, color=["#3a8f5c", *["#c4483e"] * (len(names) - 1)][: len(names)])
     axis.invert_yaxis()
     axis.set_xscale("symlog", linthresh=1)
-    axis.set(xlabel="elements", ylabel="ulp outside the interval")
+    axis.set(xlabel="elements")
+    axis.set_title("ulp outside the interval", loc="left", fontsize=9)
     says = f"{int(counts[0])} of {away.size} elements are inside their interval" + (f", {nan} are NaN" if nan else "")
     return Picture(_svg(figure), says)
 
 
-def _timing_picture(timings: Sequence[Mapping[str, Any]]) -> Picture:
-    timed = [t for t in timings if t["refused"] is None]
-    figure = Figure(figsize=(6, 0.9 + 0.32 * max(1, len(timed))), layout="constrained")
-    axis = figure.add_subplot()
-    medians = [t["median"] * 1e3 for t in timed]
-    spread = [[(t["median"] - t["low"]) * 1e3 for t in timed], [(t["high"] - t["median"]) * 1e3 for t in timed]]
-    axis.barh([t["build"] for t in timed], medians, xerr=spread, color="#3f6fb0", ecolor=_INK)
-    axis.invert_yaxis()
-    axis.set(xlabel="ms, median with the 10th and 90th percentile")
-    return Picture(_svg(figure), "; ".join(f"{t['build']} {t['median'] * 1e3:.3f} ms" for t in timed))
+def _timing_pictures(path: Path) -> list[Picture]:
+    """What `mxgate time` draws of the device that it measured last; nothing without a time."""
+    device = None
+    for record in reversed(path.read_text().splitlines() if path.exists() else ()):
+        with contextlib.suppress(ValueError):  # a torn line
+            device = json.loads(record)["device"]
+            break
+    known = timing_plot.latest(path, device) if device is not None else []
+    pictures = []
+    for draw, what in ((timing_plot.bars, "times as fast as BF16"), (timing_plot.roofline, "TFLOP/s by intensity")):
+        if known:
+            with tempfile.TemporaryDirectory() as folder, mpl.rc_context({"svg.fonttype": "none"}):
+                drawn = Path(folder) / "drawn.svg"
+                draw(known, drawn)
+                svg = drawn.read_text(encoding="utf-8")
+            name = "ratio" if draw is timing_plot.bars else "tflops"
+            each = [f"{t['case']} {t['build']} {t[name]:.3g}" for t in known if t[name] is not None]
+            pictures.append(Picture(_inline(svg), f"{what} on {device}: {'; '.join(each)}"))
+    return pictures
 
 
 def _ledger_rows(kernels: Mapping[str, Mapping[str, int]]) -> list[tuple[str, list[str]]]:

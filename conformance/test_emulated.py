@@ -37,6 +37,7 @@ def few_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EMULATED = [build for build in registry().values() if is_emulated(build.device)]
 CASE = "wgrad/64x96/empties/signature"
+SMALL = "wgrad/32x48/17blocks/all-scales"
 SOURCE = """
 from mxgate.kernels import numpy_reference
 from mxgate.kernels.flydsl import compile as isa
@@ -284,6 +285,44 @@ def test_inspect_holds_a_build_to_its_budget(source: Path, capsys: pytest.Captur
     ):
         assert main(["inspect", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+@needs_flydsl
+def test_an_outside_launch_has_a_ledger_too(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--op", "wgrad", f"{outside}:wgrad", "--json"]) == 0
+    ((kernel, figures),) = json.loads(capsys.readouterr().out)["kernels"].items()
+    assert kernel.startswith("gradient") and figures["executed: launches"] == 1
+    # Two waves of 64 lanes for 96 columns, in each of 64 rows; their loops turn once a block of every expert.
+    blocks = sum(case_by_id("wgrad/64x96/ramp1.5/exact-sum").sizes) // 32
+    assert figures["executed: turns of the loop"] == 2 * 64 * blocks
+    assert figures["loop: loads to registers"] == 38 and figures["registers"] > 32
+    page = outside.parent / "r.html"
+    assert (
+        main(
+            [
+                "run",
+                "--op",
+                "wgrad",
+                "--build",
+                f"{outside}:wgrad",
+                "--device",
+                "emu",
+                "--case",
+                SMALL,
+                "--html",
+                str(page),
+            ]
+        )
+        == 3
+    )
+    assert "ledger of wgrad/mine.wgrad" in page.read_text() and "executed: launches" in page.read_text()
+
+
+@needs_flydsl
+def test_there_is_no_ledger_of_what_launches_nothing(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (outside.parent / "plain.py").write_text("from mxgate.kernels.numpy_reference import wgrad\n")
+    assert main(["inspect", "--op", "wgrad", "plain.py:wgrad"]) == 3
+    assert "launched nothing on the virtual gfx950" in capsys.readouterr().err
 
 
 def test_bench_emulator_prints_rates(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html.parser
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +66,34 @@ def test_a_report_is_one_file_that_says_what_the_terminal_says(tmp_path: Path, c
         assert link.startswith("#") and link[1:] in page.ids
     assert "the last block of the contraction is counted twice" in page.text
     assert "wgrad/64x96/ramp1.5/signature" in page.text and "REJECT" in page.text
-    assert text.count('role="img"') == 5  # four experts and the histogram
+    assert len(page.ids) == len(set(page.ids)), "drawings beside one another have ids of their own"
+    assert not re.search(r"https?://", re.sub(r'xmlns(:\w+)?="[^"]*"', "", text))
+    assert text.count('role="img"') == 6  # all experts, each of the four, and the histogram
     first = capsys.readouterr().out
     assert "REJECT wgrad/fault_last_block_twice" in first
     place = f"on {machine.device()}: {machine.name()}"
     assert place in page.text and f"{place}\n" in first
     assert main(["report", str(tmp_path / "out"), "--html", str(tmp_path / "again.html")]) == 1
     assert Page((tmp_path / "again.html").read_text(encoding="utf-8")).links == page.links
+
+
+def test_times_that_are_at_hand_are_drawn(tmp_path: Path) -> None:
+    """Of the device that was measured last. What is drawn is timing_plot's own."""
+    out = ["--out", str(tmp_path / "out"), "--html", str(tmp_path / "r.html")]
+    record = {"case": "wgrad/16b/ramp", "build": "wgrad/triton",
+              "median": 1e-3, "low": 9e-4, "high": 2e-3, "ratio": 1.25,
+              "tflops": 500.0, "intensity": 400.0, "intensity_bf16": 700.0, "copy": 4e12, "dense": 7e14,
+              "two_pass_limit": 0.7, "refused": None, "ablation": None, "device": "NVIDIA H200"}  # fmt: skip
+    base = {**record, "build": "bf16", "ratio": 1.0}
+    other = {**record, "device": "another"}
+    (tmp_path / "out").mkdir()
+    lines = [json.dumps(line) for line in (other, base, record)]
+    (tmp_path / "out/timings.jsonl").write_text("\n".join(lines) + '\n{"torn')
+    assert main(["run", "--build", "wgrad/numpy_reference", *CASES, *out]) == 3
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert text.count('role="img"') == 2 and not Page(text).open
+    assert "times as fast as BF16 on NVIDIA H200: wgrad/16b/ramp bf16 1; wgrad/16b/ramp wgrad/triton 1.25" in text
+    assert "another" not in Page(text).text
 
 
 def test_markup_in_a_builds_own_words_stays_text(tmp_path: Path) -> None:

@@ -18,7 +18,10 @@ def latest(path: Path, device: str) -> list[Line]:
     """The last line of each case and build on a device in timings.jsonl that has a time and is no ablation."""
     found: dict[tuple[str, str], Line] = {}
     for text in path.read_text().splitlines():
-        line = json.loads(text)
+        try:
+            line = json.loads(text)
+        except ValueError:  # torn, as a killed run leaves its last
+            continue
         if line["device"] == device and line["refused"] is None and line["ablation"] is None:
             found[line["case"], line["build"]] = line
     return list(found.values())

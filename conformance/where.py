@@ -20,6 +20,7 @@ Bool = NDArray[np.bool_]
 
 MOST = 20  # differences that are kept
 SLAB = 1 << 22  # elements looked at together
+TILE = 16
 PARTS = ("element", "scale")  # what a quantizer returns
 AXES = {"forward": ("row", "n"), "dgrad": ("row", "k"), "wgrad": ("n", "k"), "quantize": ("row", "column")}
 
@@ -70,6 +71,14 @@ def groups(case: Case, array: NDArray[Any]) -> list[tuple[int, NDArray[Any]]]:
         return list(enumerate(array))
     ends = np.cumsum((0, *case.sizes)).tolist()
     return [(g, array[start:end]) for g, (start, end) in enumerate(pairwise(ends)) if start < end]
+
+
+def worst_tile(wrong: Bool) -> tuple[int, int, int]:
+    """(wrong elements, first row, first column) of the TILE x TILE tile of a matrix that has most of them."""
+    padded = np.pad(wrong, [(0, -length % TILE) for length in wrong.shape])
+    tiles = padded.reshape(padded.shape[0] // TILE, TILE, -1, TILE).sum(axis=(1, 3))
+    i, j = np.unravel_index(int(tiles.argmax()), tiles.shape)
+    return int(tiles[i, j]), int(i) * TILE, int(j) * TILE
 
 
 def among(indices: I64, total: int, name: str) -> str:

@@ -242,6 +242,14 @@ class Child:
             raise ChildError(str(reply["error"]))
         return blobs[0].view(np.float64).tolist(), str(reply["digest"])
 
+    def figures(self) -> dict[str, dict[str, int]]:
+        """Of the last launch of a build that launches through FlyDSL on the emulator: what each kernel's machine code
+        costs (gfx950.ledger.launched). Raises ChildError."""
+        reply, _ = self._ask({"do": "figures"}, (), self.limits.seconds)
+        if "error" in reply:
+            raise ChildError(str(reply["error"]))
+        return dict(reply["kernels"])
+
     def printed(self) -> str:
         """The end of what the build has printed."""
         if not self._closed:
@@ -854,6 +862,11 @@ class _Server:
             raise Unavailable("launched nothing on the virtual gfx950, so nothing of it was judged there")
         return returned
 
+    def figures(self) -> dict[str, Any]:
+        from mxgate.kernels.gfx950.ledger import launched
+
+        return {"kernels": launched(self.device.results if self.device is not None else ())}
+
     def unwrap(self, returned: Any) -> list[Array]:
         values = returned if self.build.op == "quantize" else (returned,)
         if not isinstance(values, tuple | list) or len(values) != (2 if self.build.op == "quantize" else 1):
@@ -951,6 +964,8 @@ def _serve(channel: socket.socket) -> None:
                 reply = server.load(header)
             elif header["do"] == "operands":
                 reply = server.operands(header, blobs)
+            elif header["do"] == "figures":
+                reply = server.figures()
             elif header["do"] == "clock":
                 reply, parts = server.clock(header)
             else:

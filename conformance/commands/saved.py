@@ -58,30 +58,16 @@ def check_html(path: Path | None) -> None:
 
 
 def _write_html(report: Any, path: Path, out: Path) -> None:
-    from mxgate.conformance import html
+    from mxgate.conformance import html, machine_code
     from mxgate.conformance import report as text
-    from mxgate.kernels.flydsl import budget
 
     ledgers = {}
     for build in report.builds:
         with contextlib.suppress(Unavailable):
-            if build.id in budget.KERNELS_OF:
-                ledgers[build.id] = budget.inspect(build.id)
+            if machine_code.has(build):
+                ledgers[build.id] = machine_code.figures(build, report.settings.limits), machine_code.notes(build)
     with text.Watch("report") as step:
-        html.write(report, path, ledgers=ledgers, timings=_last_timings(out), watch=step)
-
-
-def _last_timings(out: Path) -> list[dict[str, Any]]:
-    """The records of the last `mxgate time` into a folder: figures of other runs do not compare."""
-    try:
-        lines = (out / "timings.jsonl").read_text().splitlines()
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # a torn line
-            records.append(dict(json.loads(line)))
-    return [record for record in records if record.get("time") == records[-1].get("time")]
+        html.write(report, path, ledgers=ledgers, timings=out / "timings.jsonl", watch=step)
 
 
 def read_plan(folder: Path) -> dict[str, Any]:

@@ -32,8 +32,10 @@ from mxgate.kernels.gfx950.ledger import (
     Ledger,
     Loop,
     Traffic,
+    a_turn,
     finish,
     ledger,
+    resources,
     without_matrix,
 )
 from mxgate.kernels.gfx950.machine import BATCH, Observer
@@ -146,43 +148,19 @@ def _placed(rung: str) -> Mapping[str, Figures]:
 
 
 def _figures(kernel: str, found: Ledger, result: gfx950.RunResult, banks: Banks) -> dict[str, int]:
-    figures = {
-        "registers": found.vgprs + found.agprs,
-        "vector registers": found.vgprs,
-        "accumulation registers": found.agprs,
-        "scalar registers": found.sgprs,
-        "spills": found.vgpr_spills + found.sgpr_spills,
-        "scratch bytes": found.scratch_bytes,
-        "LDS bytes": found.lds_bytes,
-        "instructions": found.text.instructions,
-        "waterfall loops": sum(loop.waterfall for loop in found.loops),
-    }
+    figures = resources(found)
     main = _main_loop(found)
     if main is not None:
-        c, steps = main.counts, STEPS[kernel]
-        # The scales; in the simplest rung, which has no LDS, the elements too. No main loop stores anything.
-        direct = c.vector_memory - c.lds_fills
+        turn, steps = a_turn(main), STEPS[kernel]
         conflicts = banks.of((main.first, main.last))
+        # The loads to registers are the scales; in the simplest rung, which has no LDS, the elements too. No main loop
+        # stores anything.
         figures |= {
             "loop: 128-token steps": steps,
-            "loop: instructions": c.instructions,
-            "loop: matrix instructions": c.mfma,
-            "loop: vector-memory instructions": c.vector_memory,
-            "loop: lane addresses": c.lane_addresses,
-            "loop: bytes loaded": c.bytes_loaded,
-            "loop: loads to registers": direct,
-            "loop: their lane addresses a step": direct * 64 // steps,
-            "loop: LDS reads": c.lds_reads,
-            "loop: LDS bytes read": c.lds_bytes_read,
+            **turn,
+            "loop: their lane addresses a step": turn["loop: loads to registers"] * 64 // steps,
             "loop: LDS bank conflicts": math.ceil(sum(x.extra for x in conflicts) / max(main.turns or 0, 1)),
             "loop: lanes that wait for a bank": max((x.ways for x in conflicts), default=0),
-            "loop: permutes": c.permutes,
-            "loop: lane reads": c.lane_reads,
-            "loop: waits": c.waits,
-            "loop: full drains": c.full_drains,
-            "loop: barriers": c.barriers,
-            "loop: branches": c.branches,
-            "executed: turns of the loop": main.turns or 0,
         }
     matrix = [i.base.startswith("v_mfma") for i in result.kernel.instructions]
     figures["executed: instructions"] = result.instructions

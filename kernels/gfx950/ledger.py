@@ -153,6 +153,61 @@ def ledger(kernel: Kernel, result: RunResult | None = None) -> Ledger:
     )
 
 
+def resources(found: Ledger) -> dict[str, int]:
+    """What a wave of the kernel takes, and how long its text is, as named figures."""
+    return {
+        "registers": found.vgprs + found.agprs,
+        "vector registers": found.vgprs,
+        "accumulation registers": found.agprs,
+        "scalar registers": found.sgprs,
+        "spills": found.vgpr_spills + found.sgpr_spills,
+        "scratch bytes": found.scratch_bytes,
+        "LDS bytes": found.lds_bytes,
+        "instructions": found.text.instructions,
+        "waterfall loops": sum(loop.waterfall for loop in found.loops),
+    }
+
+
+def a_turn(loop: Loop) -> dict[str, int]:
+    """What a wave issues in one turn of a loop, as named figures."""
+    c = loop.counts
+    return {
+        "loop: instructions": c.instructions,
+        "loop: matrix instructions": c.mfma,
+        "loop: vector-memory instructions": c.vector_memory,
+        "loop: lane addresses": c.lane_addresses,
+        "loop: bytes loaded": c.bytes_loaded,
+        "loop: loads to registers": c.vector_memory - c.lds_fills,
+        "loop: LDS reads": c.lds_reads,
+        "loop: LDS bytes read": c.lds_bytes_read,
+        "loop: permutes": c.permutes,
+        "loop: lane reads": c.lane_reads,
+        "loop: waits": c.waits,
+        "loop: full drains": c.full_drains,
+        "loop: barriers": c.barriers,
+        "loop: branches": c.branches,
+        "executed: turns of the loop": loop.turns or 0,
+    }
+
+
+def launched(results: Sequence[RunResult]) -> dict[str, dict[str, int]]:
+    """The figures of each kernel that was launched, by name: its resources, a turn of the innermost loop that issued
+    most, and what all its launches executed together."""
+    found: dict[str, dict[str, int]] = {}
+    for name in dict.fromkeys(result.kernel.name for result in results):
+        mine = [result for result in results if result.kernel.name == name]
+        held = ledger(mine[0].kernel, mine[0])
+        inner = [loop for loop in held.loops if loop.innermost]
+        busiest = max(inner, key=lambda loop: (loop.turns or 0) * loop.counts.instructions, default=None)
+        found[name] = {
+            **resources(held),
+            **(a_turn(busiest) if busiest is not None else {}),
+            "executed: launches": len(mine),
+            "executed: instructions": sum(result.instructions for result in mine),
+        }
+    return found
+
+
 # ---------------------------------------------------------------- LDS banks
 
 

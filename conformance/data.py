@@ -663,7 +663,7 @@ def operands(case: Case, variant: str = "nan") -> Operands:
         weights = [p.reshape(case.experts, unit, -1) for p in b_planes]
         if case.op == "dgrad":
             weights = [p.transpose(0, 2, 1) for p in weights]
-        b = _mx((weights[0], weights[1]), 2 if case.op == "forward" else 1, case.formats[1])
+        b = _mx((weights[0], weights[1]), OPS[case.op].contraction[1], case.formats[1])
     offsets = np.cumsum(case.sizes, dtype=np.int32)
     values = (a.elements, a.scales, b.elements, b.scales, offsets)
     bias = {}

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from mxgate.kernels.build import BLOCK, Build, load_target
+from mxgate.kernels.build import BLOCK, OPS, Build, load_target
 from mxgate.oracle.layouts import blocked_size, from_blocked, to_blocked, to_blocked_groups
 
 Array = NDArray[Any]
@@ -45,7 +45,8 @@ def layout(build: Build, wrap: Callable[[Array], Any], unwrap: Callable[[Any], A
 
 def contraction_last(op: str, name: str, scales: Array) -> Array:
     """The scales of an operand as rows of blocks along the contraction: only dgrad's weights have them elsewhere."""
-    return np.ascontiguousarray(np.moveaxis(scales, 1, 2)) if (op, name) == ("dgrad", "w_scales") else scales
+    axis = OPS[op].contraction[OPS[op].operands.index(name) // 2]
+    return np.ascontiguousarray(np.moveaxis(scales, axis, -1))
 
 
 def _groups(op: str, name: str, scales: Array, offsets: Array) -> Array:

@@ -51,7 +51,7 @@ def planes(case: Case) -> tuple[Planes, Planes]:
     """The planes of A and B of a recorded case, (element codes, scale codes) [rows, contraction], whole buffers."""
     given = _call(Path(case.source), case.shape, case.op)
     both = []
-    for axis, name in zip(_AXES[case.op], _operands(case.op)[::2], strict=True):
+    for axis, name in zip(OPS[case.op].contraction, _operands(case.op)[::2], strict=True):
         x = given[name]
         scales = given.get(_scales_of(case.op, name))
         if scales is None:
@@ -66,10 +66,6 @@ def _rows(x: NDArray[Any], axis: int) -> NDArray[Any]:
     """A matrix whose rows run along the axis."""
     moved = np.ascontiguousarray(np.moveaxis(x, axis, -1))
     return moved.reshape(math.prod(moved.shape[:-1]), moved.shape[-1])
-
-
-# The contraction's axis in A and in B.
-_AXES = {"forward": (1, 2), "dgrad": (1, 1), "wgrad": (1, 1)}
 
 
 def _operands(op: str) -> tuple[str, ...]:
@@ -124,7 +120,7 @@ def _call(path: Path, name: str, op: str) -> dict[str, NDArray[Any]]:
             kinds = ", ".join(_HIGH) if set(found) == wanted[0] else "FP8"
             raise StoreError(f"{at}: {operand} is {x.dtype} {x.shape}; expected {kinds} with {rank} axes")
     a, b = (found[n] for n in names[::2])
-    axis_a, axis_b = _AXES[op]
+    axis_a, axis_b = OPS[op].contraction
     if a.shape[axis_a] != b.shape[axis_b]:
         lengths = f"{a.shape[axis_a]} long in {names[0]} and {b.shape[axis_b]} in {names[2]}"
         raise StoreError(f"{at}: the contraction is {lengths}; expected the same length")
@@ -138,7 +134,7 @@ def _call(path: Path, name: str, op: str) -> dict[str, NDArray[Any]]:
     elif op != "wgrad" and a.shape[1] % BLOCK:
         raise StoreError(f"{at}: the contraction is {a.shape[1]} long; expected a multiple of {BLOCK}")
     if set(found) == wanted[1]:
-        for operand, axis in zip(names[::2], _AXES[op], strict=True):
+        for operand, axis in zip(names[::2], OPS[op].contraction, strict=True):
             x, scales = found[operand], found[_scales_of(op, operand)]
             shape = tuple(size // BLOCK if i == axis else size for i, size in enumerate(x.shape))
             if scales.dtype != E8M0.dtype or scales.shape != shape or x.shape[axis] % BLOCK:
@@ -175,7 +171,7 @@ def _case(path: Path, name: str, op: str, out_dtype: str, family: str) -> Case:
         raise StoreError(f"{path}: a call is named {show(name)}; expected up to 80 of letters, digits, ., +, - and _")
     families = ("recorded", *EXACT)
     for what, value, known in (
-        ("op", op, tuple(_AXES)),
+        ("op", op, tuple(name for name in OPS if OPS[name].contraction)),
         ("output type", out_dtype, _HIGH),
         ("family", family, families),
     ):

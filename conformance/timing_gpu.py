@@ -33,7 +33,7 @@ import numpy as np
 
 from mxgate import oracle
 from mxgate.conformance.case import Case
-from mxgate.kernels.build import BLOCK, Build, build_from
+from mxgate.kernels.build import BLOCK, OPS, Build, build_from
 from mxgate.kernels.tensors import to_array
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.quantize import MXArray
@@ -219,7 +219,7 @@ def _operands(case: Case) -> tuple[Any, ...]:
     if case.op == "wgrad":
         planes = [_planes((rows, m), 1, case.tokens, generator) for rows in (n, k)]
     else:
-        wide, axis = (k, 2) if case.op == "forward" else (n, 1)
+        wide, axis = k if case.op == "forward" else n, OPS[case.op].contraction[1]
         planes = [_planes((m, wide), 1, None, generator), _planes((experts, n, k), axis, None, generator)]
         tokens, scales = planes[0]
         tokens.view(torch.uint8)[case.tokens :], scales.view(torch.uint8)[case.tokens :] = 0x7F, 0xFF
@@ -276,7 +276,7 @@ def _wrong(build: Build, case: Case, operands: tuple[Any, ...], out: Any) -> str
             w, w_scales = b[g].view(torch.uint8), b_scales[g].view(torch.uint8)
             picked = (w[j], w_scales[j]) if case.op == "forward" else (w[:, j], w_scales[:, j])
             sides = (a.view(torch.uint8)[i], a_scales.view(torch.uint8)[i], picked[0][None], picked[1][None])
-            got, ends, axis = out[i][:, j], np.array([SAMPLE], np.int32), 2 if case.op == "forward" else 1
+            got, ends, axis = out[i][:, j], np.array([SAMPLE], np.int32), OPS[case.op].contraction[1]
         x = MXArray(to_array(sides[0]).view(fp8), to_array(sides[1]).view(e8m0), 1, "e4m3fn")
         y = MXArray(to_array(sides[2]).view(fp8), to_array(sides[3]).view(e8m0), axis, "e4m3fn")
         answer = getattr(oracle, case.op)(x, y, ends)

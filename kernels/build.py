@@ -31,27 +31,30 @@ from mxgate.kernels.gpu import gpu, is_gpu, lacks
 class Op:
     """One of the four computations (the numeric contract's section 4).
 
-    operands: the positional arguments in order. padded: of those, the operands that may be longer than the tokens
-    they hold, with the axis that is padded. output: the result's name.
+    operands: the positional arguments in order. contraction: the axis that is summed over, and that scale blocks lie
+    along, of A (the first of them) and of B (the third). padded: the operands that may be longer than the tokens they
+    hold, with the axis that is padded. output: the result's name.
     """
 
     name: str
     operands: tuple[str, ...]
+    contraction: tuple[int, ...]
     padded: Mapping[str, int]
     output: str
 
 
 OPS: Mapping[str, Op] = MappingProxyType(
     {
-        "forward": Op("forward", ("x", "x_scales", "w", "w_scales", "offsets"), {"x": 0, "x_scales": 0}, "y"),
-        "dgrad": Op("dgrad", ("dy", "dy_scales", "w", "w_scales", "offsets"), {"dy": 0, "dy_scales": 0}, "dx"),
+        "forward": Op("forward", ("x", "x_scales", "w", "w_scales", "offsets"), (1, 2), {"x": 0, "x_scales": 0}, "y"),
+        "dgrad": Op("dgrad", ("dy", "dy_scales", "w", "w_scales", "offsets"), (1, 1), {"dy": 0, "dy_scales": 0}, "dx"),
         "wgrad": Op(
             "wgrad",
             ("dy_t", "dy_scales", "x_t", "x_scales", "offsets"),
+            (1, 1),
             {"dy_t": 1, "dy_scales": 1, "x_t": 1, "x_scales": 1},
             "dw",
         ),
-        "quantize": Op("quantize", ("x", "axis"), {}, "elements"),
+        "quantize": Op("quantize", ("x", "axis"), (), {}, "elements"),
     }
 )
 

@@ -131,11 +131,17 @@ class _Planner:
         self.batch: Batch | None = None
         self.slots: dict[tuple[object, ...], int] = {}
         self.shelves: dict[int, Shelf] = {}
+        # Of each register, how many writes this block had seen when it was last written.
         self.versions: dict[int, int] = {}
+        self.writes = 0
 
     def _hold(self, index: int, by: int) -> None:
         for r in self.p.steps[index].writes:
             self.pending[r] = self.pending.get(r, 0) + by
+
+    def _written(self, step: Step) -> None:
+        self.writes += 1
+        self.versions.update(dict.fromkeys(step.writes, self.writes))
 
     def emit(self, op: Op) -> None:
         self.ops[-1].append(op)
@@ -175,9 +181,9 @@ class _Planner:
             elif step.run is not None:
                 self._flush_for(step.reads, step.writes if step.kind in ("scalar", "vector", "lane") else ())
                 self._run(step)
+            self._written(step)
             for r in step.writes:
                 written.setdefault(r)
-                self.versions[r] = i + 1
             if p.hazards and step.writes:
                 self.checked[-1].append(_mark(step))
             self.time += int(inst.operands[0].value) + 1 if inst.base == "s_nop" and inst.operands else 1
@@ -266,8 +272,7 @@ class _Planner:
             if not self.pending[r]:
                 del self.pending[r]
         self._flush_for((), step.writes)
-        for r in step.writes:
-            self.versions[r] = -1 - i - self.time
+        self._written(step)
         complete = step.complete
         if name == "vm":
             self.emit((lambda st: complete(st, st.vm.pop(place))) if complete else lambda st: st.vm.pop(place))

@@ -380,6 +380,25 @@ buffer_store_dword v2, v1, s[8:11], 0 offen
     assert (x[:64] == LANE + 1).all()
 
 
+@pytest.mark.parametrize("between", ["", "s_nop 0", "s_barrier"])
+@pytest.mark.parametrize("hazards", [False, True])
+def test_a_loop_that_loads_the_same_registers_twice(between: str, hazards: bool) -> None:
+    """Both halves of the loop multiply v[4:5], each after a load of its own: the first one's was issued the round
+    before. Products are run late, so each must keep the operand that it was given."""
+    load = "buffer_load_dwordx2 v[4:5], v2, s[4:7], 0 offen\nv_add_u32_e32 v2, 512, v2"
+    half = f"s_waitcnt vmcnt(0)\nv_mfma_f32_16x16x16_f16 v[32:35], v[4:5], v[6:7], v[32:35]\n{load}"
+    ones = [f"v_mov_b32_e32 v{r}, 0x3c003c00" for r in (6, 7)]
+    zeros = [f"v_mov_b32_e32 v{r}, 0" for r in range(32, 36)]
+    begin = "\n".join(["v_lshlrev_b32_e32 v2, 3, v0", *ones, *zeros, load, "s_mov_b32 s30, 0"])
+    end = "s_add_u32 s30, s30, 1\ns_cmp_lt_u32 s30, 2\ns_cbranch_scc1 .L1\ns_waitcnt vmcnt(0)\ns_nop 15"
+    store = "buffer_store_dword v32, v1, s[8:11], 0 offen"
+    text = assembly_with("\n".join([begin, ".L1:", half, between, half, end, store]))
+    tiles = np.repeat(np.arange(1, 9, dtype=np.float16), 256)  # of which the loop takes four
+    y = np.zeros(1024, np.uint32)
+    assert not run(parse(text), [tiles, y], 1, hazards=hazards).findings
+    assert (y[:64].view(np.float32) == 16 * (1 + 2 + 3 + 4)).all()
+
+
 def test_a_kernel_that_never_ends() -> None:
     with pytest.raises(RunError, match=r"line 5: a wave has executed more than 1000 instructions"):
         run(parse(assembly("s_nop 0\n.Lagain: s_branch .Lagain\ns_endpgm")), [], 1, limit=1000)

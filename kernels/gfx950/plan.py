@@ -17,7 +17,7 @@ import numpy as np
 from mxgate.kernels.gfx950 import memory, mfma, salu, valu
 from mxgate.kernels.gfx950.hazards import register_name
 from mxgate.kernels.gfx950.mfma import Batch, Shelf, Source, Tile, wait_states
-from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Layout, Step, Waves, allowed
+from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Layout, Step, Waves, allowed, unsigned
 from mxgate.kernels.gfx950.text import EXEC, SCC, VCC, Instruction, Kernel
 
 Op = Callable[[Waves], None]
@@ -42,6 +42,8 @@ def mnemonics() -> frozenset[str]:
 def bind(lay: Layout, inst: Instruction) -> Step:
     """An instruction's semantics; an error that names an unknown mnemonic or modifier and its line."""
     base = inst.base
+    for o in inst.operands[:1] if base in valu.MNEMONICS else inst.operands:
+        unsigned(inst, o)
     if base in CONTROL or base == "s_waitcnt":
         allowed(inst, ("vmcnt", "lgkmcnt"))
         reads = {"vcc": (VCC, VCC + 1), "exe": (EXEC, EXEC + 1), "scc": (SCC,)}.get(

@@ -223,11 +223,20 @@ def words_of(kind: str) -> int:
 
 
 # ---------------------------------------------------------------------------------------------- vector side
+def unsigned(inst: Instruction, o: Operand) -> None:
+    """Refuse -x, |x| and sext(x) where they have no meaning: no assembler writes them there."""
+    if o.neg or o.abs or o.sext:
+        raise inst.error(f"operand {o.text} cannot be negated, made absolute or extended here")
+
+
 def vector_source(lay: Layout, inst: Instruction, o: Operand, kind: str, half: int = 0) -> Get:
     """A vector instruction's source: an array that broadcasts to [W, 64].
 
     kind: u i f (32 bits), U I F (64 bits), h (float16 in half `half`), m (lane mask in an SGPR pair), s (scalar [W]).
+    -x and |x| are for floats, and for what v_cndmask_b32 chooses among.
     """
+    if o.sext or (kind not in "fFh" and (kind, inst.base) != ("u", "v_cndmask_b32")):
+        unsigned(inst, o)
     if kind == "m":
         return mask_source(inst, o)
     if kind == "s":
@@ -253,7 +262,8 @@ def vector_source(lay: Layout, inst: Instruction, o: Operand, kind: str, half: i
             return lambda st: st.i[p]
         return _signed(o, lambda st: st.r[p], kind)
     if o.kind == "s":
-        get = scalar_source(inst, o, kind if kind != "h" else "u")
+        plain = Operand(o.kind, o.index, o.count, o.value, text=o.text)
+        get = scalar_source(inst, plain, kind if kind != "h" else "u")
         if kind == "h":
             sh = np.uint32(16 * half)
             return _signed(o, lambda st: (get(st) >> sh).astype(np.uint16).view(np.float16)[:, None], kind)
@@ -353,6 +363,7 @@ def store(st: Waves, plane: int, x: Array) -> None:
 # ---------------------------------------------------------------------------------------------- scalar side
 def scalar_source(inst: Instruction, o: Operand, kind: str) -> Get:
     """A scalar source uint32/int32/float32/uint64/int64[W] (a constant: zero-dimensional). kind c: SCC as bool."""
+    unsigned(inst, o)
     if kind == "c":
         return lambda st: st.scc
     if o.kind == "const":

@@ -435,6 +435,8 @@ def test_bad_forms_name_the_line() -> None:
         ("v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:5], v[8:15], 0, v16, v17", "must be 8 vector registers"),
         ("v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], 0, v16, v17 cbsz:5", "cbsz"),
         ("v_mfma_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], 0 op_sel:[1,0,0]", "modifier 'op_sel'"),
+        ("v_mfma_f32_16x16x128_f8f6f4 v[32:35], -v[0:7], v[8:15], 0", r"operand -v\[0:7\] cannot be negated"),
+        ("v_mfma_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], |v[32:35]|", "cannot be negated"),
     ):
         with pytest.raises(text.TextError, match=what) as e:
             execute(["s_nop 0", line], fresh())

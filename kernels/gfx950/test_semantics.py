@@ -1099,6 +1099,30 @@ def test_widening(name: str) -> None:
                 assert matches(int(st.r[plane][w, lane]), table[code], "f")
 
 
+def test_signs_where_no_assembler_takes_them() -> None:
+    """Nor are they passed over in silence. Of words only v_cndmask_b32's have signs."""
+    for line in (
+        "s_add_u32 s0, -s1, s2",
+        "v_add_u32_e64 v0, -v1, v2",
+        "v_max_i32_e64 v0, v1, |v2|",
+        "v_and_b32_e32 v0, sext(v1), v2",
+        "v_add_u32_sdwa v0, -v1, v2 src0_sel:BYTE_0",
+        "v_add_f32_e64 -v0, v1, v2",
+        "v_pk_add_f32 v[0:1], -v[2:3], v[4:5]",
+        "v_readlane_b32 s0, v1, -s2",
+        "ds_read_b32 v0, -v1",
+        "global_load_dword v0, -v[2:3], off",
+    ):
+        with pytest.raises(text.TextError, match="cannot be negated"):
+            plan.bind(LAY, text.instruction(line))
+    st = waves()
+    st.r[1][...], st.s[2][:] = 0x40000000, 0x40400000
+    run("v_cndmask_b32_e64 v0, -v1, v1, s[4:5]", st)
+    run("v_add_f32_e64 v3, -v1, |s2|", st)
+    assert (st.r[0] == 0xC0000000).all()
+    assert (st.f[3] == 1.0).all()
+
+
 def test_all_mnemonics_of_special_shape_are_tested_here() -> None:
     """A list kept by hand: a new special row must be added to a test and then to this one."""
     tested = {

@@ -31,6 +31,7 @@ from mxgate.kernels.gfx950.state import (
     scalar_put,
     scalar_source,
     store,
+    unsigned,
     vector_put,
     vector_source,
 )
@@ -676,6 +677,8 @@ def bind(lay: Layout, inst: Instruction) -> Step:
         if sdwa and (kind in "UIF" or (kind == "h" and o.kind == "const")):
             raise inst.error("SDWA is not understood on 64 bits, nor on a float16 constant")
         if sdwa and kind in "uifh":
+            if kind in "ui" and inst.base != "v_cndmask_b32" and (o.neg or o.abs):
+                unsigned(inst, o)
             raw = Operand(o.kind, o.index, o.count, o.value, text=o.text)
             picked = _sdwa_source(inst, vector_source(lay, inst, raw, "u"), number, o.sext)
             gets.append(_retype(o, picked, kind))
@@ -911,6 +914,7 @@ def _packed32(lay: Layout, inst: Instruction) -> Step:
     neg_low, neg_high = _select(inst, "neg_lo", 0, n), _select(inst, "neg_hi", 0, n)
 
     def part(o: Operand, word: int, neg: int) -> Get:
+        unsigned(inst, o)
         if o.kind == "const":
             value = constant(inst, o, "f")
             return lambda st: -value if neg else value

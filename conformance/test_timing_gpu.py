@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mxgate.conformance import certificate, data, timing_gpu
+from mxgate.conformance import certificate, data, machine, timing_gpu, timing_plot
 from mxgate.conformance.__main__ import main, parser
-from mxgate.conformance.case import cases
+from mxgate.conformance.case import cases, own_cases
 from mxgate.conformance.commands import time as commands_time
 from mxgate.conformance.commands.usage import UsageError
 from mxgate.conformance.conftest import Say
@@ -119,6 +119,13 @@ def meddles(dy_t, *operands):
     dy_t.view(torch.uint8)[0, 0] ^= 1
     return wgrad(dy_t, *operands)
 
+def late(dy_t, *operands):
+    global calls
+    calls += 1
+    if calls > 10:
+        dy_t.view(torch.uint8)[0, -1] = 0  # past the last token, so that the result stays what it was
+    return wgrad(dy_t, *operands)
+
 def raises(*operands):
     raise ValueError("no such tile")
 """
@@ -173,7 +180,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Buil
     """A build of SOURCE for "a GPU"."""
     path = tmp_path / "timed.py"
     path.write_text(SOURCE)
-    for module in (gpu_module, certificate):
+    for module in (gpu_module, machine):
         monkeypatch.setattr(module, "gpu", lambda: Gpu("NVIDIA H200", "sm90"))
 
     def made(name: str, op: str = "wgrad") -> Build:
@@ -188,9 +195,9 @@ def certify(build: Callable[..., Build], tmp_path: Path) -> Callable[..., Path]:
 
     def written(name: str, op: str = "wgrad", tier: str = "production") -> Path:
         one = build(name, op)
-        chosen = tuple(dict.fromkeys(c for t in ("smoke", tier) for c in cases(op, t)))
-        passed = dict.fromkeys(GATES, Outcome.PASS)
-        known = {(one.id, c.id): CaseResult(one.id, one.fingerprint(), c.id, passed, (), 0.1) for c in chosen}
+        chosen = tuple(dict.fromkeys((*cases(op, "smoke"), *cases(op, tier), *own_cases([one], tier))))
+        passed, on = dict.fromkeys(GATES, Outcome.PASS), machine.device_of(one)
+        known = {(one.id, c.id): CaseResult(one.id, one.fingerprint(), c.id, passed, (), 0.1, None, on) for c in chosen}
         report = summarise([one], chosen, Settings(tier=tier), known, ran=1, resumed=0, seconds=0.1)
         (path,) = certificate.write_all(report, tmp_path / "certificates")
         return path
@@ -236,6 +243,18 @@ def test_the_table_the_lines_and_the_plots(cuda: None, certify: Any, say: Say, t
         assert "<svg" in drawn and drawn.count("</svg>") == 1
 
 
+def test_a_plot_is_of_whole_lines_of_this_version(cuda: None, certify: Any, say: Say) -> None:
+    pytest.importorskip("matplotlib")
+    path, lines = certify("wgrad"), Path("there/timings.jsonl")
+    say("time", path, "--seconds", "0.01", "--out", "there")
+    whole = lines.read_text()
+    older = json.dumps({"build": "bf16", "case": "wgrad/16b/ramp", "device": "a CPU", "median": 1e-3, "refused": None})
+    flushed = whole.replace('"flush": false', '"flush": true').replace('"median": ', '"median": 9')
+    lines.write_text(f"{whole}{older}\n5\n{flushed}{whole[:40]}")
+    known = timing_plot.latest(lines, "a CPU")
+    assert [line["build"] for line in known] == ["bf16", "wgrad/wgrad"] and all(line["median"] < 9 for line in known)
+
+
 def test_flushed_calls_are_timed_one_by_one(cuda: None, certify: Any, say: Say) -> None:
     code, timed = _time(say, certify("wgrad"), "--flush", "--rounds", "1")
     assert code == 0 and timed["wgrad/wgrad"]["median"] > 0
@@ -247,6 +266,7 @@ def test_flushed_calls_are_timed_one_by_one(cuda: None, certify: Any, say: Say) 
         ("turncoat", "its output after timing is not what it was before"),
         ("wrong", "wrong before timing: "),
         ("meddles", "it changed its operands"),
+        ("late", "it changed its operands while it was timed"),
         ("raises", "raised ValueError: no such tile"),
     ],
 )
@@ -274,7 +294,7 @@ def test_time_on_a_gpu_refuses(
         refused("was not accepted on the shape class of wgrad/16b/ramp/random", certify("wgrad", tier="smoke"))
     path = certify("wgrad")
     with monkeypatch.context() as patch:
-        patch.setattr(certificate, "gpu", lambda: Gpu("NVIDIA B200", "sm100"))
+        patch.setattr(machine, "gpu", lambda: Gpu("NVIDIA B200", "sm100"))
         refused("was accepted on another device (NVIDIA H200 (sm90); here: NVIDIA B200 (sm100))")
     refused("--case chooses among a CPU's cases; on a GPU give --shape and --routing", path, "--case", "wgrad/x")
     refused("no shape named '17b'", path, "--shape", "17b")

@@ -372,6 +372,11 @@ def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     )
 
 
+def _restore(operands: Sequence[Any], given: Sequence[Any]) -> None:
+    for t, before in zip(operands, given, strict=True):
+        t.copy_(before)
+
+
 def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     """The document of time_on_gpu, in this process."""
     import torch
@@ -398,8 +403,7 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not _same(operands, given):
             refused[build.id] = "it changed its operands"
-            for t, before in zip(operands, given, strict=True):
-                t.copy_(before)
+            _restore(operands, given)
         elif (wrong := _wrong(build, case, operands, kept[build.id])) is not None:
             refused[build.id] = f"wrong before timing: {wrong}"
         for what, variant in getattr(function, "ablations", {}).items() if request["ablate"] else ():
@@ -435,6 +439,9 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
             samples[name] += found
             counted[name] += count
             power[name].append((*meter.means, None if flush is not None else joules))
+            if not _same(operands, given):
+                refused[name] = "it changed its operands while it was timed"
+                _restore(operands, given)
     bandwidth, dense = _bandwidth(), _dense()
     for build in builds:
         if build.id not in refused:

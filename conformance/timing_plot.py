@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,18 +13,23 @@ import numpy as np
 Line = Mapping[str, Any]
 _MARKS = "osD^vP*X"
 _BASE = "bf16"
+_FIELDS = {
+    *("device", "case", "build", "refused", "ablation", "flush", "median", "low", "high", "tflops", "ratio"),
+    *("copy", "dense", "intensity", "intensity_bf16", "two_pass_limit"),
+}
 
 
 def latest(path: Path, device: str) -> list[Line]:
-    """The last line of each case and build on a device in timings.jsonl that has a time and is no ablation."""
+    """The last line of each case and build on a device in timings.jsonl that has a time, sustained, and is no ablation.
+
+    Torn lines and those of another version, which has other fields, are left out."""
     found: dict[tuple[str, str], Line] = {}
     for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:  # torn, as a killed run leaves its last
-            continue
-        if line["device"] == device and line["refused"] is None and line["ablation"] is None:
-            found[line["case"], line["build"]] = line
+        with contextlib.suppress(ValueError, TypeError):
+            line = dict(json.loads(text))
+            sustained = _FIELDS <= line.keys() and not line["flush"]
+            if sustained and (line["device"], line["refused"], line["ablation"]) == (device, None, None):
+                found[line["case"], line["build"]] = line
     return list(found.values())
 
 

@@ -131,6 +131,24 @@ def test_a_stray_write_beside_an_array_shows(monkeypatch: pytest.MonkeyPatch) ->
         assert (made.flatten().view(torch.uint8) == 0x3F).all()
 
 
+@pytest.mark.parametrize(("device", "ended"), [("cuda", True), ("cpu", False)])
+def test_a_child_without_its_gpu_serves_no_other_launch(tmp_path: Path, device: str, ended: bool) -> None:
+    """On a GPU a failed assertion there, after which the process cannot use it; here, that there is none. A build that
+    raises on a CPU keeps its child."""
+    pytest.importorskip("torch")
+    path, case = tmp_path / "mine.py", case_by_id("wgrad/64x96/ramp1.5/exact-sum")
+    failing = f"torch._assert_async(torch.zeros(1, device={device!r}))"
+    path.write_text(f"import torch\n\ndef fails(*operands):\n    {failing}\n    return operands[0]\n")
+    build = Build("fails", "wgrad", f"{path}:fails", arrays="torch", group_alignment=32, device=device)
+    child = worker.Child(build, worker.Limits())
+    try:
+        launch = child.launch(case, LaunchSpec("first"), data.operands(case))
+        assert launch.error is not None and launch.error.startswith("raised "), launch.error
+        assert child.alive != ended
+    finally:
+        child.close()
+
+
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "case"),

@@ -608,6 +608,10 @@ class _Torch:
             raise _Returned(value, "a torch tensor")
         return to_array(value)
 
+    def lost(self) -> bool:
+        """Whether what launches run on is past use: a GPU's illegal access ends its context for the whole process."""
+        return False
+
     def within(self, value: Any, array: Array) -> bool:
         """Whether a tensor that came back lies in the memory of an operand."""
         return bool(np.may_share_memory(to_array(value), array))
@@ -686,6 +690,13 @@ class _Gpu(_Torch):
         if self._device == "cuda":
             self._torch.cuda.synchronize()
 
+    def lost(self) -> bool:
+        try:
+            self.wait()
+        except Exception:
+            return True
+        return False
+
     def finish(self) -> list[str]:
         self.wait()
         said = []
@@ -754,6 +765,7 @@ class _Server:
         self.kept: tuple[Any, str] | None = None  # what the last call returned, and its bytes then
         self.inputs: dict[str, dict[str, _Input]] = {}
         self.headers: dict[str, dict[str, Any]] = {}
+        self.torch: _Torch | None = None
 
     def load(self, header: dict[str, Any]) -> dict[str, Any]:
         self.build = build_from(header["build"])
@@ -971,8 +983,9 @@ def _serve(channel: socket.socket) -> None:
             else:
                 reply, parts = server.call(header)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the build's doing as well
-            kinds = {"unavailable": Unavailable, "spoilt": _Uncaptured}
-            reply = {"error": _complaint(error), **{word: isinstance(error, kind) for word, kind in kinds.items()}}
+            spoilt = isinstance(error, _Uncaptured) or (server.torch is not None and server.torch.lost())
+            unavailable = isinstance(error, Unavailable)
+            reply = {"error": _complaint(error), "unavailable": unavailable, "spoilt": spoilt}
             parts = []
         if os.getpid() != owner:
             os._exit(0)  # the build forked and let its copy of this process return

@@ -458,7 +458,7 @@ def _blocks(a: Side, b: Side) -> Iterator[tuple[Array, Array, Array, Array, Arra
         return
     start, seen_a, seen_b = 0, set[int](), set[int]()
     for i, (p, q) in enumerate(zip(a.numbers[order].tolist(), b.numbers[order].tolist(), strict=True)):
-        size = len(seen_a | {p}) * a.nbytes + len(seen_b | {q}) * b.nbytes
+        size = (len(seen_a) + (p not in seen_a)) * a.nbytes + (len(seen_b) + (q not in seen_b)) * b.nbytes
         if size > ROOM and i > start:
             yield _block(a, b, order[start:i])
             start, seen_a, seen_b = i, set(), set()
@@ -575,7 +575,7 @@ class Product:
         if self.exact_bits < 0 or sa is None or sb is None:
             return Grain(np.full(n, low if self.exact_bits >= 0 else LEAST - 1), None)
         shape = (n, -1, 64 // self.form.rows, self.form.rows)
-        a, b = sa[:, r.a].reshape(shape), (sb if r.b is None else sb[:, r.b]).reshape(shape)
+        a, b = sa[:, r.a].reshape(shape), sb[:, r.b].reshape(shape)
         low_a, low_b = a.min(2), b.min(2)
         dust = None
         if not low_a.all() and not low_b.all():

@@ -638,7 +638,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         targets(folder), args.seed, folder, lambda *_: time.monotonic() < end, lambda line: print(line, flush=True)
     )
     for name, tally in found.items():
-        said = sum(count for answer, count in tally.answers.items() if "Error: " not in answer)
+        refusals = sum(count for answer, count in tally.answers.items() if "Error: " in answer)
+        said = tally.inputs - refusals - sum(tally.answers[place] for place in tally.findings)
         print(
             f"{name}: {tally.inputs} inputs in {tally.seconds:.0f} s of CPU, the slowest {tally.slowest:.2f} s; "
             f"{said} accepted; {len(tally.answers)} different answers; {len(tally.findings)} findings"

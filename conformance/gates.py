@@ -517,10 +517,11 @@ def lineage(e: Evidence) -> Result:
 
 
 def graph(e: Evidence) -> Result:
-    """A launch that was captured in a graph and is replayed after other tokens and other offsets, or for quantize
-    another array, were written over its operands: the bytes of a plain call on those, and as right as they must be.
+    """A launch that is captured in a graph and replayed on other operands gives the bytes of a plain call on those.
 
-    A launch that waits for the host, or that holds on to what it read from the offsets there, cannot do that."""
+    Other tokens and other offsets, or for quantize another array, are written over the operands that were captured;
+    the bytes are also held to what is right. A launch that waits for the host, or that holds on to what it read from
+    the offsets there, cannot do that."""
     if not may_speak("graph", e.case, captured=captures(e.build)):
         return SILENT
     if e.replayed is None:

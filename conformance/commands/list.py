@@ -46,7 +46,7 @@ def command(args: argparse.Namespace) -> int:
 def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     from mxgate import oracle
     from mxgate.conformance.case import cases, own_cases
-    from mxgate.conformance.verdict import GATES, MANDATORY
+    from mxgate.conformance.verdict import GATES
 
     if what == "builds":
         return [
@@ -61,11 +61,10 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
             for c in (*cases(op, tier), *own_cases((b for b in registry().values() if op in (None, b.op)), tier))
         ]
     if what == "gates":
-        mandatory = {gate: [name for name in MANDATORY if gate in MANDATORY[name]] for gate in GATES}
         from mxgate.conformance import gates
 
         return [
-            {"gate": gate, "mandatory for": _ops(mandatory[gate]), "demands": _first_line(gates.GATE_FUNCTIONS[gate])}
+            {"gate": gate, "mandatory for": _builds(gate), "demands": _first_line(gates.GATE_FUNCTIONS[gate])}
             for gate in GATES
         ]  # fmt: skip
     if what == "faults":
@@ -95,8 +94,14 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _ops(names: Sequence[str]) -> str:
-    return "every op" if len(names) == len(OPS) else "GEMMs" if names else "replacements"
+def _builds(gate: str) -> str:
+    """Of what builds a gate must have passed before they are accepted."""
+    from mxgate.conformance.verdict import MANDATORY
+
+    ops = [op for op, gates in MANDATORY.items() if gate in gates]
+    if ops:
+        return "every op" if len(ops) == len(OPS) else "GEMMs"
+    return {"lineage": "replacements", "graph": "builds for a GPU"}[gate]
 
 
 def _formats(names: Sequence[str]) -> str:

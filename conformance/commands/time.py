@@ -114,7 +114,7 @@ def _elsewhere(args: argparse.Namespace, on_gpu: bool) -> None:
 
 
 def _time_on_gpu(args: argparse.Namespace, held: Any, certified: Any) -> int:
-    """The part of `time` for builds on a GPU. Raises CertificateError as cmd_time does."""
+    """The part of `time` for builds on a GPU. Raises CertificateError, which `command` reports."""
     from mxgate.conformance import certificate
     from mxgate.conformance import report as text
     from mxgate.conformance.timing_gpu import case_of, time_on_gpu

@@ -146,6 +146,8 @@ def test_json_is_one_document(say: Say, source: Path) -> None:
     assert verdict["verdict"] == "reject" and verdict["first_finding"]["where"]
     for what in ("builds", "cases", "formats"):
         assert json.loads(say("list", what, "--json")[1])[what]
+    listed = {row["gate"]: row["mandatory for"] for row in json.loads(say("list", "gates", "--json")[1])["gates"]}
+    assert (listed["lineage"], listed["graph"], listed["empty"]) == ("replacements", "builds for a GPU", "GEMMs")
 
 
 @pytest.mark.parametrize("columns", [80, 100])

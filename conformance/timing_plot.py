@@ -14,7 +14,7 @@ Line = Mapping[str, Any]
 _MARKS = "osD^vP*X"
 _BASE = "bf16"
 _FIELDS = {
-    *("device", "case", "build", "refused", "ablation", "flush", "median", "low", "high", "tflops", "ratio"),
+    *("device", "case", "build", "refused", "ablation", "median", "low", "high", "tflops", "ratio"),
     *("copy", "dense", "intensity", "intensity_bf16", "two_pass_limit"),
 }
 
@@ -27,7 +27,7 @@ def latest(path: Path, device: str) -> list[Line]:
     for text in path.read_text().splitlines():
         with contextlib.suppress(ValueError, TypeError):
             line = dict(json.loads(text))
-            sustained = _FIELDS <= line.keys() and not line["flush"]
+            sustained = line.keys() >= _FIELDS and not line.get("flush")
             if sustained and (line["device"], line["refused"], line["ablation"]) == (device, None, None):
                 found[line["case"], line["build"]] = line
     return list(found.values())

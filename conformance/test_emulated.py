@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mxgate.conformance import certificate, gates, report
+from mxgate.conformance import certificate, gates, machine, report
 from mxgate.conformance import run as runner
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import asked, case_by_id, own_cases
@@ -248,7 +248,10 @@ def test_the_full_grid_is_asked_of_the_shipping_rung() -> None:
 def accepted() -> RunReport:
     builds = [registry()["wgrad/flydsl_simplest"], registry()["wgrad/numpy_reference"]]
     passes = dict.fromkeys((gate for gate in GATES if gate != "lineage"), Outcome.PASS)
-    known = {(b.id, CASE): CaseResult(b.id, b.fingerprint(), CASE, passes, (), 0.1) for b in builds}
+    known = {
+        (b.id, CASE): CaseResult(b.id, b.fingerprint(), CASE, passes, (), 0.1, device=machine.device_of(b))
+        for b in builds
+    }
     return summarise(builds, [case_by_id(CASE)], Settings(), known, ran=0, resumed=0, seconds=0.0)
 
 

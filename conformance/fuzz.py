@@ -9,7 +9,9 @@ the reference parser reads otherwise. An input whose answer nobody gave before, 
 further: that leads from the outermost checks to those behind them, and costs nothing.
 
 Tensors are read, looked through for recorded calls, and made into operands; machine code is parsed, bound to what
-instructions mean and run, for a few hundred instructions of one workgroup.
+instructions mean and run, for up to 1500 instructions of each wave of one workgroup. The summary counts inputs by how
+far they came: refused at once (StoreError, TextError), `tensors` without calls that are any, `calls`; a `kernel` that
+did not run to its end, `run`.
 
 Findings are written to the folder and counted once for each place in the source. Exit code 1 if there are any.
 Not found here: what is accepted and wrong in a way that the reference parser shares, or that the emulator's hazard
@@ -638,11 +640,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         targets(folder), args.seed, folder, lambda *_: time.monotonic() < end, lambda line: print(line, flush=True)
     )
     for name, tally in found.items():
-        refusals = sum(count for answer, count in tally.answers.items() if "Error: " in answer)
-        said = tally.inputs - refusals - sum(tally.answers[place] for place in tally.findings)
+        stages: Counter[str] = Counter()
+        for answer, count in tally.answers.items():
+            stages[re.split("[:;]", answer)[0]] += count
         print(
             f"{name}: {tally.inputs} inputs in {tally.seconds:.0f} s of CPU, the slowest {tally.slowest:.2f} s; "
-            f"{said} accepted; {len(tally.answers)} different answers; {len(tally.findings)} findings"
+            f"{', '.join(f'{count} {stage}' for stage, count in stages.most_common())}; "
+            f"{len(tally.answers)} different answers, {len(tally.findings)} findings"
         )
     findings = sum(len(tally.findings) for tally in found.values())
     if not findings:

@@ -10,7 +10,7 @@ A cause is a help for whoever looks for the mistake. No verdict depends on one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from mxgate.conformance.gates import decoded, owned, usable
 from mxgate.conformance.hypotheses import BLOCK, NAMES, View, cut, factors, hypotheses, values, view_of
 from mxgate.conformance.launch import Array, Evidence, Launch
 from mxgate.conformance.verdict import Finding
-from mxgate.conformance.where import AXES, TILE, Bool, among, bits, groups, place, steps, unequal, worst_tile
+from mxgate.conformance.where import AXES, TILE, Bool, among, bits, groups, place, steps, tile_map, unequal, worst_tile
 from mxgate.oracle import ACCUMULATORS, PROFILES, SCALE_RULES, Answer, MXArray, quantize
 from mxgate.oracle.bound import outside, round_to
 from mxgate.oracle.formats import FORMATS, float32_bits
@@ -41,18 +41,25 @@ class Cause:
 
 @dataclass(frozen=True)
 class Explanation:
-    """where: the first differences. facts: where they lie. causes: the best first; none where nothing fits."""
+    """where: the first differences. facts: where they lie. tiles: a map of the worst expert, in characters. causes: the
+    best first; none where nothing fits."""
 
     gate: str
     what: str
     where: tuple[str, ...]
     facts: tuple[str, ...]
+    tiles: tuple[str, ...]
     causes: tuple[Cause, ...]
 
     def lines(self) -> tuple[str, ...]:
         """For people."""
         told = [f"likely cause ({c.confidence}): {c.sentence}" for c in self.causes]
-        return (*self.where, *self.facts, *(told or ["likely cause: none of the known mistakes gives these bits"]))
+        return (
+            *self.where,
+            *self.facts,
+            *self.tiles,
+            *(told or ["likely cause: none of the known mistakes gives these bits"]),
+        )
 
 
 def explain(e: Evidence, finding: Finding) -> tuple[str, ...]:
@@ -65,15 +72,16 @@ def explanation(e: Evidence, finding: Finding) -> Explanation:
     label = finding.detail.get("launch")
     launch = next((x for x in e.launches if x.label == label), e.launches[0] if e.launches else None)
     facts: tuple[str, ...] = ()
+    tiles: tuple[str, ...] = ()
     causes: tuple[Cause, ...] = ()
     if launch is not None and usable(e, launch) and finding.count:
         if isinstance(e.answer, MXArray):
             facts, causes = _quantizer(e, launch, e.answer)
         elif isinstance(e.answer, Answer):
-            facts, causes = _gemm(e, launch, e.answer, finding)
+            facts, tiles, causes = _gemm(e, launch, e.answer, finding)
     if not causes and (cause := guess(finding)) is not None:
         causes = (cause,)
-    return Explanation(finding.gate, finding.what, finding.where, facts, causes)
+    return Explanation(finding.gate, finding.what, finding.where, facts, tiles, causes)
 
 
 def guess(finding: Finding) -> Cause | None:
@@ -111,7 +119,7 @@ def _facts(e: Evidence, got: Array, want: Array, wrong: Bool) -> tuple[str, ...]
         rows, columns = np.flatnonzero(part.any(axis=1)), np.flatnonzero(part.any(axis=0))
         of = f"expert {g}: {among(rows, part.shape[0], axes[0])}, {among(columns, part.shape[1], axes[1])}"
         facts.append(f"{of}{'; rows counted from the start of the group' if axes[0] == 'row' else ''}")
-    g, (count, i0, j0) = max(((g, worst_tile(part)) for g, part in bad), key=lambda found: found[1][0])
+    g, (count, i0, j0) = _worst(bad)
     facts.append(f"worst {TILE}x{TILE} tile: expert {g}, {axes[0]} {i0}.., {axes[1]} {j0}..: {count} wrong")
     x, y = got.astype(np.float64), want.astype(np.float64)
     finite = wrong & np.isfinite(x) & np.isfinite(y)
@@ -124,12 +132,34 @@ def _facts(e: Evidence, got: Array, want: Array, wrong: Bool) -> tuple[str, ...]
     return tuple(facts)
 
 
+def _worst(parts: Iterable[tuple[int, Bool]]) -> tuple[int, tuple[int, int, int]]:
+    """(expert, its worst tile) of the tile that is wrong most."""
+    return max(((g, worst_tile(part)) for g, part in parts), key=lambda found: found[1][0])
+
+
+def _tiles(e: Evidence, wrong: Bool) -> tuple[str, ...]:
+    """A map of the expert with the worst tile; nothing where it is a single tile."""
+    parts = dict(groups(e.case, wrong))
+    g, _ = _worst(parts.items())
+    side, rows = tile_map(parts[g])
+    if len(rows) * len(rows[0]) < 2:
+        return ()
+    down, across = AXES[e.case.op]
+    head = (
+        f"expert {g} in tiles of {side}x{side}, {down} down, {across} across (. right, 1-9 tenths wrong, # all wrong):"
+    )
+    return (head, *(f"  {row}" for row in rows))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Causes
 
 
-def _gemm(e: Evidence, launch: Launch, answer: Answer, finding: Finding) -> tuple[tuple[str, ...], tuple[Cause, ...]]:
-    """(facts, causes) of a launch, held against the exact answer.
+Told = tuple[tuple[str, ...], tuple[str, ...], tuple[Cause, ...]]
+
+
+def _gemm(e: Evidence, launch: Launch, answer: Answer, finding: Finding) -> Told:
+    """(facts, tiles, causes) of a launch, held against the exact answer.
 
     Where two launches differ, or two builds, the one with wrong numbers is explained, if there is one.
     """
@@ -142,17 +172,17 @@ def _gemm(e: Evidence, launch: Launch, answer: Answer, finding: Finding) -> tupl
                 other = next((x for x in e.launches if usable(e, x) and x.digest != launch.digest), launch)
             most = int(steps(owned(e.case, launch.output[0]), owned(e.case, other.output[0])).max(initial=0))
             what = f"both results are right, {most} ulp apart at most: sums are added, or rounded, in another order"
-            return (), (Cause(what, "possible"),) if most else ()
+            return (), (), (Cause(what, "possible"),) if most else ()
         launch = wrong_ones[0]
     out = owned(e.case, launch.output[0])
     want = round_to(owned(e.case, answer.value), out.dtype)
     wrong = unequal(out, want)
     if not wrong.any():
-        return (), ()
+        return (), (), ()
     causes = _causes(e, launch, answer, out, want, wrong)
     if not causes and finding.gate == "padding":
         causes = (Cause("bytes past the last token take part in tokens' sums (0 * NaN is NaN)", "likely"),)
-    return (f"launch {launch.label!r}:", *_facts(e, out, want, wrong)), causes
+    return (f"launch {launch.label!r}:", *_facts(e, out, want, wrong)), _tiles(e, wrong), causes
 
 
 def outside_of(e: Evidence, answer: Answer, out: Array, accumulator: str | None = None) -> int:

@@ -139,7 +139,7 @@ def _section(verdict: Verdict, report: RunReport, runner: Runner) -> Section:
     mine = [r for r in report.results if r.build == verdict.build]
     first = text.first_finding(mine)
     if first is None:
-        return Section(verdict, anchor, "", None, (), (), (), (), (), ())
+        return Section(verdict, anchor, "", None, (text.advice(verdict, report),), (), (), (), (), ())
     result, finding = first
     also = tuple(f"{gate} on {_some(found)}" for gate in GATES if (found := _rejecting(mine, gate)))
     facts: tuple[str, ...] = tuple(finding.detail.get("extent", ()))

@@ -203,7 +203,7 @@ def _first_screen(alike: Sequence[Verdict], report: RunReport, to: Console) -> N
     results = _of(verdict, report)
     first = first_finding(results)
     if first is None:
-        say(to, _advice(verdict, report), 2)
+        say(to, advice(verdict, report), 2)
         to.print()
         return
     result, finding = first
@@ -224,7 +224,8 @@ def _first_screen(alike: Sequence[Verdict], report: RunReport, to: Console) -> N
     to.print()
 
 
-def _advice(verdict: Verdict, report: RunReport) -> str:
+def advice(verdict: Verdict, report: RunReport) -> str:
+    """What to do about a build that is inconclusive without a finding."""
     needed = MANDATORY[verdict.build.partition("/")[0]]
     missing = [gate for gate in needed if verdict.gates.get(gate) is Outcome.SILENT]
     if verdict.reason.endswith(("were not asked for", "needs every gate")):

@@ -66,3 +66,13 @@ def test_a_quantizers_scales_come_before_its_elements() -> None:
     assert len(told) == where.MOST and told[0] == "scale [5, 2]: 0x7f (1), expected 0x7f (1)"
     assert told[1].startswith("element [0, 0]: ")
     assert extent(case, wrong, planes, planes) == ("1 of 192 scales, 6144 of 6144 elements",)
+
+
+def test_a_map_of_tiles() -> None:
+    wrong = np.zeros((40, 70), np.bool_)
+    wrong[16:32, 16:32] = True
+    wrong[35, 64:67] = True  # 3 of 8 x 6
+    wrong[0, 0] = True  # far less than a tenth
+    assert where.tile_map(wrong) == (16, ("1....", ".#...", "....1"))
+    assert where.tile_map(wrong, (2, 3)) == (32, ("2..", "..1"))
+    assert where.worst_tile(wrong) == (256, 16, 16)

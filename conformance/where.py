@@ -81,6 +81,20 @@ def worst_tile(wrong: Bool) -> tuple[int, int, int]:
     return int(tiles[i, j]), int(i) * TILE, int(j) * TILE
 
 
+def tile_map(wrong: Bool, most: tuple[int, int] = (24, 64)) -> tuple[int, tuple[str, ...]]:
+    """(side, a line a row of tiles) of a matrix: "." for a tile that is right, "#" for one that is wrong all over, else
+    how many tenths of it are wrong, 1 at least and 9 at most. side: TILE, or twice that and so on until it fits."""
+    side = TILE
+    while any(-(-length // side) > limit for length, limit in zip(wrong.shape, most, strict=True)):
+        side *= 2
+    lines_ = []
+    for i in range(0, wrong.shape[0], side):
+        shares = [wrong[i : i + side, j : j + side].mean() for j in range(0, wrong.shape[1], side)]
+        marks = ("." if s == 0 else "#" if s == 1 else str(min(9, max(1, int(10 * s)))) for s in shares)
+        lines_.append("".join(marks))
+    return side, tuple(lines_)
+
+
 def among(indices: I64, total: int, name: str) -> str:
     """ "all 64 rows", "row 5", "rows 3, 7, 11", "rows 16..31", "17 of 64 rows (0, 1, 5, 6 ...)"; of "n", "all 64 n"."""
     many = name if len(name) == 1 else f"{name}s"

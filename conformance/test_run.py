@@ -138,6 +138,33 @@ def test_a_wrong_build_is_rejected_with_a_first_screen(say: Say, source: Path, t
     assert not (tmp_path / ".mxgate/certificates/wgrad-mine.neighbour.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("fault", "case", "gate", "where"),
+    [
+        ("forward/fault_crashes", "ramp1.5/signature", "contract", r"killed by SIGSEGV at faults\.py:\d+ "),
+        (
+            "forward/fault_tail_kept",
+            "ramp1.5/signature",
+            "contract",
+            r"rows \d+\.\.\d+ \(past the last offset\); all 64 n",
+        ),
+        ("wgrad/fault_never_reset", "empties/signature", "reproducible", r"farthest \d+ ulp: .*, at first 0x"),
+        ("forward/fault_wrong_tile", "ramp1.5/signature", "exact", r"rows 16\.\.31 \(experts 0\.\.1\); n 16\.\.31"),
+        ("quantize/fault_rceil", "axis1/normal", "exact", r"\d+ of 192 scales, \d+ of 6144 elements"),
+    ],
+)
+def test_a_first_screen_answers_what_is_asked_of_it(say: Say, fault: str, case: str, gate: str, where: str) -> None:
+    """Which build, which gate, which case, where, by how much, what next; faults of five kinds."""
+    name = f"{fault.partition('/')[0]}/64x96/{case}"
+    code, out, _ = say("run", "--build", fault, "--case", name)
+    assert code == 1 and f"\nREJECT {fault}: " in out
+    first = re.search(rf"^  {gate} on {re.escape(name)}: (.*)$", out, re.MULTILINE)
+    assert first is not None and re.search(where, out), out
+    assert re.search(r"\d+ of \d+ elements|killed by", first[1]), out
+    assert f"\n  next: mxgate explain --build {fault} --case {name}\n" in out
+    assert max(map(len, out[out.index("next: ") :].splitlines()[1:])) <= 100
+
+
 def test_json_is_one_document(say: Say, source: Path) -> None:
     code, out, err = say("run", "--op", "wgrad", "--build", f"{source}:neighbour", *FEW, "--json")
     document = json.loads(out)

@@ -54,6 +54,7 @@ FP8, BF8 = FORMATS[0], FORMATS[1]
 LEAST = -149  # log2 of the unit of which every float32 is a whole multiple
 TINY = 2.0**-140
 Index = Any  # of waves: a slice, or an array of numbers
+FEW = 16  # waves
 ROOM = 1 << 22  # bytes of decoded operands kept while the waves that share them are multiplied
 CHUNK = 1 << 17  # bytes of products, or of operands to decode, at a time: they stay in the second-level cache
 
@@ -406,6 +407,9 @@ class Side:
     def __init__(self, words: Array, scales: Array | None, element: Element, form: Form) -> None:
         self.words, self.scales, self.element, self.form = words, scales, element, form
         self.nbytes = words.shape[1] * form.rows * form.k * 8
+        if len(words) <= FEW:  # what they may share is not worth looking for
+            self.firsts = self.numbers = np.arange(len(words))
+            return
         rows = [x.reshape(len(x), -1).view(np.uint64) for x in (words, scales) if x is not None]
         # One register of each operand tells most of them apart.
         marks = np.ascontiguousarray(words[:, :, 0]).reshape(len(words), -1).view(np.uint64).sum(1)

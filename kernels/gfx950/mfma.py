@@ -424,8 +424,7 @@ class Side:
             first[part] = np.where(same, first[part], np.arange(lo, lo + len(same)))
         self.firsts, self.numbers = np.unique(first, return_inverse=True)
 
-    def decode(self, numbers: Array) -> Array:
-        """float64[len(numbers), operands, rows, k], scaled."""
+    def decode(self, numbers: Array) -> Decoded:
         waves = _place(self.firsts[numbers])
         words, scales = self.words[waves], None if self.scales is None else self.scales[waves]
         out = np.empty((*words.shape[:2], self.form.rows, self.form.k))
@@ -435,7 +434,32 @@ class Side:
             decode(words[lo : lo + step], self.element, self.form, part)
             if scales is not None:
                 apply_scales(part, scales[lo : lo + step], self.form)
-        return out
+        live = words.any(2).reshape(*words.shape[:2], -1, self.form.rows).any(2)
+        return Decoded(out, None if live.all() else live, bool(np.isfinite(out.sum())))
+
+
+class Decoded(NamedTuple):
+    """Different operands of one side.
+
+    values: float64[different, operands, rows, k], scaled. live, bool[different, operands, rows]: rows that hold more
+    than zeros, as rows past a buffer's end do not; None where all do. finite: whether every value is.
+    """
+
+    values: Array
+    live: Array | None
+    finite: bool
+
+    def take(self, which: Index, operands: slice | list[int], whole: bool) -> tuple[Array, slice]:
+        """Of some waves and operands: float64[waves, rows, k], and the run of rows that the live ones lie in.
+
+        whole: all rows, live or not.
+        """
+        x = self.values[which][:, operands]
+        x = x.reshape(len(x), -1, x.shape[-1])
+        if self.live is None or whole:
+            return x, slice(0, x.shape[1])
+        live = np.flatnonzero(self.live[which][:, operands].any(0))
+        return x, slice(int(live[0]), int(live[-1]) + 1) if len(live) else slice(0, 0)
 
 
 def _place(numbers: Array) -> Index:
@@ -448,7 +472,7 @@ def _place(numbers: Array) -> Index:
     return numbers
 
 
-def _blocks(a: Side, b: Side) -> Iterator[tuple[Array, Array, Array, Array, Array]]:
+def _blocks(a: Side, b: Side) -> Iterator[tuple[Array, Decoded, Array, Decoded, Array]]:
     """(waves, A operands, which of them, B operands, which) of all waves, as many at a time as ROOM holds operands of.
 
     Waves with the same operands come together.
@@ -471,7 +495,7 @@ def _blocks(a: Side, b: Side) -> Iterator[tuple[Array, Array, Array, Array, Arra
     yield _block(a, b, order[start:])
 
 
-def _block(a: Side, b: Side, waves: Array) -> tuple[Array, Array, Array, Array, Array]:
+def _block(a: Side, b: Side, waves: Array) -> tuple[Array, Decoded, Array, Decoded, Array]:
     (seen_a, numbers_a), (seen_b, numbers_b) = (np.unique(x.numbers[waves], return_inverse=True) for x in (a, b))
     return waves, a.decode(seen_a), numbers_a, b.decode(seen_b), numbers_b
 
@@ -503,7 +527,7 @@ class Product:
         slots_a: list[int] = []
         slots_b = sorted({sb for _, _, sb in members}, key=lambda s: min(r[s].d for r in partners.values() if s in r))
         self.rectangles: list[Rectangle] = []
-        self.scratch: dict[tuple[int, ...], tuple[Array, Array, Array, Array]] = {}
+        self.scratch: tuple[Array, ...] = ()
         for chosen, rows in groups.items():
             order = [b for b in slots_b if b in chosen]
             rows.sort(key=lambda s, o=order[0]: partners[s][o].d)  # type: ignore[misc]
@@ -543,9 +567,10 @@ class Product:
             for waves, a, numbers_a, b, numbers_b in _blocks(*sides):
                 for part in _parts(numbers_a, self.chunk):
                     w = _place(waves[part])
-                    xs, ys = a[_place(numbers_a[part])], b[_place(numbers_b[part])]
+                    which_a, which_b = _place(numbers_a[part]), _place(numbers_b[part])
                     for r, in_place, whole, units, grain in jobs:
-                        x, y = (z.reshape(len(z), -1, form.k) for z in (xs[:, r.a], ys[:, r.b]))
+                        x, rows = a.take(which_a, r.a, not b.finite)
+                        y, columns = b.take(which_b, r.b, not a.finite)
                         out = whole[w]
                         acc: Array | float = out
                         if isinstance(r.accumulator, float):
@@ -553,14 +578,21 @@ class Product:
                         elif not in_place:
                             acc = np.empty_like(out)
                             r.accumulator.load(st, acc, w)
-                        if self.model != "exact-rne":
-                            _groups_of_16(x, y, acc, out)
+                        unit, dust = grain.of(w)
+                        if unit is not None:
+                            unit = min(unit, _lowest(units, w) if acc is out else _unit(acc, unit))
+                        units[w] = LEAST if unit is None else unit
+                        inner = out
+                        if (rows, columns) != (slice(0, x.shape[1]), slice(0, y.shape[1])):
+                            np.add(acc, np.float32(0), out=out)  # zeros times anything finite sum to +0
+                            x, y, inner = x[:, rows], y[:, columns], out[:, rows, columns]
+                            acc = acc if isinstance(acc, float) else inner
+                        if not inner.size:
+                            pass
+                        elif self.model == "exact-rne":
+                            self._rne(x, y, acc, inner, unit, dust)
                         else:
-                            unit, dust = grain.of(w)
-                            if unit is not None:
-                                unit = min(unit, _lowest(units, w) if acc is out else _unit(acc, unit))
-                            units[w] = LEAST if unit is None else unit
-                            self._rne(x, y, acc, out, unit, dust)
+                            _groups_of_16(x, y, acc, inner)
                         if not isinstance(w, slice):
                             whole[w] = out
         for r, _, whole, units, _ in jobs:
@@ -568,10 +600,11 @@ class Product:
 
     def _scratch(self, shape: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
         """Room for a product, a sum, its bits and a mask, kept from one product to the next."""
-        if shape not in self.scratch:
-            product, s = np.empty(shape), np.empty(shape)
-            self.scratch[shape] = product, s, np.empty(shape, np.int64), np.empty(shape, bool)
-        return self.scratch[shape]
+        size = math.prod(shape)
+        if not self.scratch or self.scratch[0].size < size:
+            self.scratch = np.empty(size), np.empty(size), np.empty(size, np.int64), np.empty(size, bool)
+        product, s, bits, unsure = (room[:size].reshape(shape) for room in self.scratch)
+        return product, s, bits, unsure
 
     def _grain(self, n: int, r: Rectangle, sa: Array | None, sb: Array | None) -> Grain:
         """What is known of a rectangle's products from their scales (uint8[waves, operands, 64])."""

@@ -87,10 +87,10 @@ def result(st: Waves, rows: int, first: int, wave: int = 0) -> Array:
     return out
 
 
-def set_result(st: Waves, rows: int, first: int, c: Array) -> None:
+def set_result(st: Waves, rows: int, first: int, c: Array, wave: int | slice = slice(None)) -> None:
     groups, n = 64 // rows, rows * rows // 64
     for reg, lane in product(range(n), range(64)):
-        st.f[first + reg][:, lane] = c[4 * groups * (reg // 4) + 4 * (lane // rows) + reg % 4, lane % rows]
+        st.f[first + reg][wave, lane] = c[4 * groups * (reg // 4) + 4 * (lane // rows) + reg % 4, lane % rows]
 
 
 TABLES = {f: code_values(f) for f in CODES}
@@ -369,6 +369,36 @@ def test_masked_products_vanish() -> None:
     st.registers[16:18, 0] = 0
     execute(["v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], 0, v16, v17"], st)
     assert (st.f[32] == 0).all()
+
+
+@pytest.mark.parametrize("model", ["exact-rne", "cdna3-like"])
+@pytest.mark.parametrize("nan", [None, "a", "b"])
+@pytest.mark.parametrize("waves", [1, 20])
+def test_rows_of_zeros_are_not_multiplied_and_still_right(waves: int, nan: str | None, model: str) -> None:
+    """A tile at an edge of the matrix: rows past its end hold zeros, in other places of other waves. A NaN on one side
+    meets the zeros of the other; what no product reaches keeps C, but for the sign of a zero."""
+    rng = np.random.default_rng(waves)
+    st, want = fresh(waves), []
+    for wave in range(waves):
+        # Few and round enough that both models' sums are exact.
+        a, b = (rng.choice(np.array([0, 0x80, 0x38, 0xB8, 0x42], np.uint8), (16, 128)) for _ in range(2))
+        a[rng.integers(0, 17) :], b[: rng.integers(0, 17)] = 0, 0
+        sa, sb = (rng.integers(126, 128, (16, 4)) for _ in range(2))
+        if nan and wave == waves - 1:
+            {"a": a, "b": b}[nan][5, 77] = 0x7F
+        for first, codes in ((0, a), (8, b)):
+            st.registers[first : first + 8, wave] = pack(codes, 16, "fp8")
+        st.registers[16, wave], st.registers[17, wave] = scale_words(sa, 16, 0, rng), scale_words(sb, 16, 0, rng)
+        c = np.where(rng.random((16, 16)) < 0.2, -0.0, rng.integers(-64, 64, (16, 16))).astype(np.float32)
+        set_result(st, 16, 32, c, wave)
+        sums = [[dot(a[i], b[j], sa[i], sb[j], "fp8", "fp8", float(c[i, j])) for j in range(16)] for i in range(16)]
+        want.append(np.array(sums, np.float32) + np.float32(0))
+    execute(["v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], v[32:35], v16, v17"], st, model)
+    got = np.array([result(st, 16, 32, wave) for wave in range(waves)])
+    assert np.array_equal(np.isnan(got), np.isnan(want))
+    assert np.isnan(got).any() == bool(nan)
+    known = ~np.isnan(got)
+    assert got[known].tobytes() == np.array(want)[known].tobytes()
 
 
 def cut(x: Fraction) -> Fraction:

@@ -252,8 +252,8 @@ class StoreShadow:
         a = address if ok is None else address[ok]
         while self.granule > 1 and (size % self.granule or (a & (self.granule - 1)).any()):
             self.owner, self.granule = np.repeat(self.owner, 2), self.granule // 2
-        gid = np.broadcast_to((st.gid + 1).astype(np.int32)[:, None], address.shape)
-        gid = gid if ok is None else gid[ok]
+        gid = (st.gid + 1).astype(np.int32)[:, None]
+        gid = gid if ok is None else np.broadcast_to(gid, address.shape)[ok]
         first = a >> (self.granule.bit_length() - 1)
         for k in range(size // self.granule):
             old = self.owner.take(first + k)

@@ -20,7 +20,7 @@ from mxgate.kernels.gfx950.hazards import Access, Finding, HazardError, Judge, L
 from mxgate.kernels.gfx950.memory import Memory, gather, scatter
 from mxgate.kernels.gfx950.mfma import FORMS, MODELS
 from mxgate.kernels.gfx950.plan import BRANCHES, Entry, Plan, Program, program
-from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves
+from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves, spread
 from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Kernel, one_line
 
 LIMIT = 50_000_000
@@ -144,7 +144,7 @@ class Machine:
     ) -> tuple[Any, ...]:
         self.clock += 1
         active = None if st.full else st.mask.copy()
-        address = np.broadcast_to(address, (st.n, 64))
+        address = spread(address, (st.n, 64))
         inside = address if active is None else address[active]
         if inside.size and (int(inside.min()) < 0 or int(inside.max()) + size > self.lds_bytes):
             good = (address >= 0) & (address + size <= self.lds_bytes)

@@ -25,6 +25,7 @@ from mxgate.kernels.gfx950.state import (
     allowed,
     scalar_put,
     scalar_source,
+    spread,
     vector_source,
 )
 from mxgate.kernels.gfx950.text import M0, Instruction, Operand
@@ -185,11 +186,11 @@ def _buffer_place(
             if (high >> u32(31)).any():
                 raise inst.error("a swizzled buffer is not understood")
             offset = offset + index(st).astype(np.int64) * stride[:, None]
-        offset = offset + np.broadcast_to(so(st), (st.n,)).astype(np.int64)[:, None]
+        offset = offset + spread(so(st), (st.n,)).astype(np.int64)[:, None]
         records = st.s[s + 2].astype(np.int64)
         if index is not None:
             records = np.where(stride > 0, records * np.maximum(stride, 1), records)
-        offset = np.broadcast_to(offset, (st.n, 64))
+        offset = spread(offset, (st.n, 64))
         return Place(offset + (base - BASE)[:, None], offset, records[:, None])
 
     reads = lay.ids(inst, vaddr) + lay.ids(inst, rsrc) + lay.ids(inst, soffset)
@@ -203,7 +204,7 @@ def _flat_place(
     reads = lay.ids(inst, vaddr) + lay.ids(inst, saddr)
     if saddr.kind == "off":
         wide = vector_source(lay, inst, vaddr, "I")
-        return lambda st: Place(np.broadcast_to(wide(st), (st.n, 64)) + (imm - BASE), None, None), reads
+        return lambda st: Place(spread(wide(st), (st.n, 64)) + (imm - BASE), None, None), reads
     base, low = scalar_source(inst, saddr, "I"), vector_source(lay, inst, vaddr, "u")
     return lambda st: Place(base(st)[:, None] + low(st).astype(np.int64) + (imm - BASE), None, None), reads
 
@@ -231,7 +232,7 @@ def _fetch(inst: Instruction, st: Waves, where: Place, size: int) -> Array:
     """uint32[W, 64, words]: what each active lane reads."""
     memory, a = st.machine.memory, where.address
     if where.offset is None:
-        ok = np.broadcast_to(st.mask, a.shape)
+        ok = spread(st.mask, a.shape)
     else:
         whole = where.offset + size <= where.limit
         ok = whole if st.full else whole & st.mask
@@ -265,7 +266,7 @@ def _fetch(inst: Instruction, st: Waves, where: Place, size: int) -> Array:
 
 def _put(inst: Instruction, st: Waves, where: Place, size: int, words: list[Array]) -> None:
     """Store `size` bytes a lane from uint32 planes; dword by dword where a limit cuts a lane."""
-    ok = np.broadcast_to(st.mask, where.address.shape)
+    ok = spread(st.mask, where.address.shape)
     if where.offset is not None:
         whole = where.offset + size <= where.limit
         edge = ~whole & (where.offset + 4 <= where.limit) & ok if size > 4 else None
@@ -496,7 +497,7 @@ def _scalar_load(lay: Layout, inst: Instruction) -> Step:
     def issue(st: Waves) -> Any:
         m = st.machine
         address = base(st) & np.uint64(0xFFFFFFFFFFFF if buffer else 0xFFFFFFFFFFFFFFFF)
-        offset = np.broadcast_to(at(st), (st.n,)).astype(np.int64) + imm
+        offset = spread(at(st), (st.n,)).astype(np.int64) + imm
         a = (address.astype(np.int64) + offset - BASE) & ~3
         ok = np.ones(st.n, bool)
         if buffer:

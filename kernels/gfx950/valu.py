@@ -67,17 +67,15 @@ def _halves(fn: Fn, kind: Any) -> Fn:
 # ------------------------------------------------------------------------------------- integers
 def _perm(x: Array, y: Array, selector: Array) -> Array:
     """Bytes 0-3 come from y, 4-7 from x; 8-11 are sign bytes, 12 is 0x00, above it 0xFF."""
-    pool = w(y) | (w(x) << u64(32))
-    out = np.zeros(np.broadcast(x, y, selector).shape, u32)
-    for byte in range(4):
-        sel = (selector >> u32(8 * byte)) & u32(0xFF)
-        picked = ((pool >> (w(np.minimum(sel, u32(7))) * u64(8))) & u64(0xFF)).astype(u32)
-        sign_at = np.select(
-            [sel == 8, sel == 9, sel == 10, sel == 11], [w(u32(15)), w(u32(31)), w(u32(47)), w(u32(63))], u64(0)
-        )
-        sign = np.where((pool >> sign_at) & u64(1) == 1, u32(0xFF), u32(0))
-        value = np.where(sel < 8, picked, np.where(sel < 12, sign, np.where(sel == 12, u32(0), u32(0xFF))))
-        out |= value << u32(8 * byte)
+    selector = np.ascontiguousarray(selector)
+    pool = np.ascontiguousarray(w(y) | (w(x) << u64(32)))
+    table = np.empty((*np.broadcast(pool, selector).shape, 14), np.uint8)
+    table[..., :8] = octets = pool.view(np.uint8).reshape(*pool.shape, 8)
+    table[..., 8:12] = np.where(octets[..., 1::2] < 128, 0, 255)
+    table[..., 12:] = 0, 255
+    chosen = np.minimum(selector.view(np.uint8).reshape(*selector.shape, 4), 13)
+    picked = table[..., chosen.ravel()] if selector.size == 1 else np.take_along_axis(table, chosen, -1)
+    out: Array = np.ascontiguousarray(picked).view(u32)[..., 0]
     return out
 
 

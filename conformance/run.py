@@ -138,39 +138,75 @@ def to_line(result: CaseResult, stamp: str) -> str:
     return json.dumps(_plain(record), allow_nan=False)
 
 
-def from_line(line: str) -> tuple[Key, CaseResult]:
-    """The inverse of to_line. Raises ValueError for anything that to_line does not write."""
+_Types = Mapping[str, tuple[type, ...]]
+# What a record holds, and each of its findings: of which types.
+_RECORD: _Types = {
+    **dict.fromkeys(("build", "fingerprint", "case", "stamp", "device", "machine"), (str,)),
+    "gates": (dict,),
+    "findings": (list,),
+    "seconds": (int, float),
+    "skipped": (str, type(None)),
+}
+_FINDING: _Types = {
+    **dict.fromkeys(("gate", "what"), (str,)),
+    "where": (list,),
+    "count": (int,),
+    "detail": (dict,),
+    "inconclusive": (bool,),
+}
+
+
+class NoResultError(ValueError):
+    """What a line is or has that no result has, as what follows "line 7": "has no 'device'".
+
+    record: whether it is a whole record all the same, as of another version of mxgate.
+    """
+
+    def __init__(self, why: str, *, record: bool = True) -> None:
+        super().__init__(why)
+        self.record = record
+
+
+def from_line(line: str | bytes) -> tuple[Key, CaseResult]:
+    """The inverse of to_line. Raises NoResultError for anything that to_line does not write."""
     try:
         record = json.loads(line)
-        texts = [record[name] for name in ("build", "fingerprint", "case", "stamp", "device", "machine")]
-        seconds, skipped = record["seconds"], record["skipped"]
-        findings = tuple(
-            Finding(f["gate"], f["what"], tuple(f["where"]), f["count"], dict(f["detail"]), f["inconclusive"])
-            for f in record["findings"]
-        )
-        outcomes = {gate: Outcome(value) for gate, value in record["gates"].items()}
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not a result: {type(error).__name__} {error}") from None
-    well_typed = (
-        all(isinstance(text, str) for text in texts)
-        and isinstance(seconds, int | float)
-        and (skipped is None or isinstance(skipped, str))
-        and set(outcomes) <= set(GATES)
-        and (bool(outcomes) or skipped is not None)
-        and all(
-            isinstance(f.what, str)
-            and f.gate in GATES
-            and isinstance(f.count, int)
-            and isinstance(f.inconclusive, bool)
-            and all(isinstance(line, str) for line in f.where)
-            for f in findings
-        )
+    except (ValueError, RecursionError):
+        raise NoResultError("is no JSON", record=False) from None
+    _check(record, _RECORD)
+    for f in record["findings"]:
+        _check(f, _FINDING, " in a finding")
+        if f["gate"] not in GATES:
+            raise NoResultError(f"has a finding of a gate {f['gate']!r}")
+        if not all(isinstance(text, str) for text in f["where"]):
+            raise NoResultError("has a 'where' in a finding of another type")
+    words = [outcome.value for outcome in Outcome]
+    for gate, word in record["gates"].items():
+        if gate not in GATES or word not in words:
+            raise NoResultError(f"has {word!r} of a gate {gate!r}")
+    if not record["gates"] and record["skipped"] is None:
+        raise NoResultError("has no gate's outcome")
+    if not 0 <= record["seconds"] < 1e9:
+        raise NoResultError("has 'seconds' that are no time")
+    build, fingerprint, case, stamp = (record[name] for name in ("build", "fingerprint", "case", "stamp"))
+    outcomes = {gate: Outcome(word) for gate, word in record["gates"].items()}
+    findings = tuple(
+        Finding(f["gate"], f["what"], tuple(f["where"]), f["count"], f["detail"], f["inconclusive"])
+        for f in record["findings"]
     )
-    if not well_typed:
-        raise ValueError("not a result: a field has the wrong type")
-    build, fingerprint, case, stamp, device, where = texts
+    seconds, skipped, device, where = (record[name] for name in ("seconds", "skipped", "device", "machine"))
     result = CaseResult(build, fingerprint, case, outcomes, findings, float(seconds), skipped, device, where)
     return (build, fingerprint, case, stamp), result
+
+
+def _check(record: Any, fields: _Types, where: str = "") -> None:
+    if not isinstance(record, dict):
+        raise NoResultError("has a finding that is no record" if where else "is no record", record=bool(where))
+    for name, types in fields.items():
+        if name not in record:
+            raise NoResultError(f"has no {name!r}{where}")
+        if not isinstance(record[name], types):
+            raise NoResultError(f"has a {name!r}{where} of another type")
 
 
 def _plain(value: Any) -> Any:
@@ -191,8 +227,8 @@ def _plain(value: Any) -> Any:
 class Journal:
     """results.jsonl of one directory, open for appending; several runs (shards) may share it.
 
-    Opening cuts off a torn last line. earlier: the results in it, the last one of each key. strange: one message for
-    each line that is not a result; such lines are left alone.
+    Opening cuts off a torn last line. earlier: the results in it, the last one of each key. strange: what to say of
+    lines that are not results (read_results); such lines are left alone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -227,18 +263,27 @@ class Journal:
 
 
 def read_results(path: Path) -> tuple[dict[Key, CaseResult], list[str]]:
-    """The results in a JSONL file by key, and a message for each line that is none (a torn last one aside)."""
+    """The results in a JSONL file by key, and what to say of lines that are none (a torn last one aside): one message
+    for whole records, which another version of mxgate wrote, and one for lines that are damaged."""
     results: dict[Key, CaseResult] = {}
-    strange = []
+    others: dict[bool, list[str]] = {True: [], False: []}
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
-            key, result = from_line(line.decode())
-        except ValueError as error:
-            strange.append(f"{path} line {number} is left out: {str(error)[:120]}")
+            key, result = from_line(line)
+        except NoResultError as error:
+            others[error.record].append(f"line {number} {str(error)[:120]}")
         else:
             results[key] = result
-    return results, strange
+    what = {True: "of another version of mxgate", False: "damaged"}
+    return results, [_left_out(path, what[whole], found) for whole, found in others.items() if found]
+
+
+def _left_out(path: Path, what: str, lines: Sequence[str]) -> str:
+    count, first = len(lines), lines[0]
+    if count == 1:
+        return f"{path}: 1 line is {what} ({first}); it is not counted, and stays in the file"
+    return f"{path}: {count} lines are {what} ({first}); they are not counted, and stay in the file"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -586,7 +631,7 @@ class RunReport:
 
     results: in the plan's order, those of other shards in the same folder included. missing: pairs of the plan that
     have no result yet. ran, resumed: how many results are new and how many were there before. warnings: lines of
-    results.jsonl that are not results.
+    results.jsonl that are not results, in words.
     """
 
     builds: tuple[Build, ...]

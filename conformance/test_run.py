@@ -385,28 +385,72 @@ def test_lines_come_back_as_they_went() -> None:
     assert from_line(to_line(skipped, "s"))[1] == skipped
 
 
+def _record(**changes: Any) -> bytes:
+    """A line with other fields; a field that is changed to `...` is left out."""
+    record = {**json.loads(to_line(_result(), "s")), **changes}
+    return json.dumps({name: value for name, value in record.items() if value is not ...}).encode()
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "said"),
     [
-        b"",
-        b"null",
-        b"[]",
-        b"17",
-        b'{"build": 1}',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"build":"b","fingerprint":"f","case":"c","stamp":"s","gates":{},"findings":[],"seconds":1,"skipped":null}',
-        b'{"build":"b","fingerprint":"f","case":"c","stamp":"s","gates":{"exact":"fine"},"findings":[],"seconds":1,"skipped":null}',
-        b'{"build":"b","fingerprint":"f","case":"c","stamp":"s","gates":{"x":"pass"},"findings":[],"seconds":1,"skipped":null}',
-        b'{"build":["b"],"fingerprint":"f","case":"c","stamp":"s","gates":{"exact":"pass"},"findings":[],"seconds":1,"skipped":null}',
+        (b"", "damaged (line 2 is no JSON)"),
+        (b'{"build": 1', "damaged (line 2 is no JSON)"),
+        (b"null", "damaged (line 2 is no record)"),
+        (b"[]", "damaged (line 2 is no record)"),
+        (b"17", "damaged (line 2 is no record)"),
+        (b"\xff\xfe", "damaged (line 2 is no JSON)"),
+        (b"[" * 100_000, "damaged (line 2 is no JSON)"),
+        (_record(device=...), "of another version of mxgate (line 2 has no 'device')"),
+        (_record(build=["b"]), "of another version of mxgate (line 2 has a 'build' of another type)"),
+        (_record(seconds=10**400), "of another version of mxgate (line 2 has 'seconds' that are no time)"),
+        (_record(seconds=float("nan")), "of another version of mxgate (line 2 has 'seconds' that are no time)"),
+        (_record(gates={"exact": "fine"}), "of another version of mxgate (line 2 has 'fine' of a gate 'exact')"),
+        (_record(gates={"exact": ["pass"]}), "of another version of mxgate (line 2 has ['pass'] of a gate 'exact')"),
+        (_record(gates={"x": "pass"}), "of another version of mxgate (line 2 has 'pass' of a gate 'x')"),
+        (_record(gates={}), "of another version of mxgate (line 2 has no gate's outcome)"),
+        (_record(findings=[[]]), "of another version of mxgate (line 2 has a finding that is no record)"),
+        (_record(findings=[{"gate": "exact"}]), "of another version of mxgate (line 2 has no 'what' in a finding)"),
     ],
 )
-def test_hostile_lines_are_left_out_and_named(tmp_path: Path, line: bytes) -> None:
+def test_hostile_lines_are_left_out_and_named(tmp_path: Path, line: bytes, said: str) -> None:
     good = to_line(_result(), "s").encode()
     (tmp_path / "results.jsonl").write_bytes(good + b"\n" + line + b"\n" + good.replace(b"wgrad/a", b"wgrad/c") + b"\n")
     results, strange = read_results(tmp_path / "results.jsonl")
     assert {key[2] for key in results} == {"wgrad/a", "wgrad/c"}
-    assert len(strange) == 1 and "line 2 is left out" in strange[0]
+    where = tmp_path / "results.jsonl"
+    assert strange == [f"{where}: 1 line is {said}; it is not counted, and stays in the file"]
+
+
+def test_an_older_versions_results_are_one_line_and_stay(say: Say, source: Path) -> None:
+    """However many, and one more for damaged ones; the run judges again, and a report over the folder is right."""
+    words = ("run", "--op", "wgrad", "--build", f"{source}:neighbour", *FEW)
+    say(*words)
+    results = Path(".mxgate/results.jsonl")
+    older = b"".join(
+        json.dumps({k: v for k, v in line.items() if k != "device"}).encode() + b"\n" for line in _lines(results)
+    )
+    results.write_bytes(older + b"torn\n" + b"torn\n")
+    notes = [
+        f".mxgate/results.jsonl: {what}; they are not counted, and stay in the file"
+        for what in (
+            "3 lines are of another version of mxgate (line 1 has no 'device')",
+            "2 lines are damaged (line 4 is no JSON)",
+        )
+    ]
+    code, out, err = say("explain", ".mxgate")
+    assert (code, out) == (2, "") and err == (
+        f"mxgate: nothing was rejected in .mxgate; {'; '.join(notes)}; give both --build and --case to look anyway\n"
+    )
+    code, out, _ = say(*words)
+    assert code == 1 and "3 results in" in out and "kept from before" not in out
+    assert [line for line in out.splitlines() if line.startswith("note: ")] == [f"note: {note}" for note in notes]
+    assert results.read_bytes().startswith(older + b"torn\n") and results.read_bytes().count(b"\n") == 8
+    assert "3 kept from before" in say(*words)[1]
+    code, out, _ = say("report", ".mxgate", "--json")
+    document = json.loads(out)
+    assert code == 1 and document["warnings"] == notes and document["resumed"] == 3
+    assert say("explain", ".mxgate")[2] == "".join(f"mxgate: note: {note}\n" for note in notes)
 
 
 def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
         raise UsageError("there is no earlier run here; give --build and --case, or the --out of a run")
     plan = read_plan(folder)
     builds = {b.id: b for b in plan["builds"]}
-    results, _ = read_results(folder / "results.jsonl")
+    results, strange = read_results(folder / "results.jsonl")
     prints = plan["fingerprints"]  # another build of the name may have left results here before
     failed = [
         result
@@ -58,7 +59,10 @@ def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
         return _named(args)
     if not failed:
         chosen = " that --build and --case choose" if args.build or args.case else ""
-        raise UsageError(f"nothing{chosen} was rejected in {folder}; give both --build and --case to look anyway")
+        seen = "; ".join([f"nothing{chosen} was rejected in {folder}", *strange])
+        raise UsageError(f"{seen}; give both --build and --case to look anyway")
+    for line in strange:
+        print(f"mxgate: note: {line}", file=sys.stderr)
     args.given = False
     # What the run's own first screen shows.
     failed.sort(key=lambda r: (list(builds).index(r.build), plan["cases"].index(r.case)))

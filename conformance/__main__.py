@@ -105,8 +105,9 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `mxgate` command; returns the exit code."""
     alone = threading.current_thread() is threading.main_thread()
-    # A polite kill ends like Ctrl-C: with no child left behind.
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT)) if alone else None
+    # A polite kill ends like Ctrl-C: with no child left behind. Not by raising SIGINT, which a shell's background jobs
+    # ignore.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if alone else None
     resumes = False
     try:
         whole = parser()

@@ -3,8 +3,10 @@ explanations), and the command as a user types it."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,14 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return code, got.out, got.err
 
     return run
+
+
+@contextlib.contextmanager
+def sigint(kept: Any = signal.default_int_handler) -> Iterator[None]:
+    """What is started meanwhile minds SIGINT as a terminal's command does; with SIG_IGN it ignores it as a shell's
+    background jobs do, and the tests themselves if they are one: a child inherits that, but no handler."""
+    before = signal.signal(signal.SIGINT, kept)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -29,6 +29,7 @@ import pytest
 from mxgate.conformance import cluster
 from mxgate.conformance.case import case_by_id
 from mxgate.conformance.cluster import ADDRESS, LOST, Place, Plan, differs, place
+from mxgate.conformance.conftest import sigint
 from mxgate.conformance.run import Pair, Settings, given_up, read_results
 from mxgate.conformance.verdict import CaseResult, Outcome
 from mxgate.kernels.build import Build, outside
@@ -137,7 +138,8 @@ def test_a_node_is_killed_in_the_middle_of_a_run(say: Say, tmp_path: Path, nodes
     def on_ray(*words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "mxgate.conformance", *words, "--executor", "ray"]
         there = {**os.environ, ADDRESS: address}
-        return subprocess.Popen(command, cwd=tmp_path, env=there, stdout=PIPE, stderr=PIPE, text=True)
+        with sigint():
+            return subprocess.Popen(command, cwd=tmp_path, env=there, stdout=PIPE, stderr=PIPE, text=True)
 
     process = on_ray(*words, "--out", "far")
     child = int(_wait_for(tmp_path / "caught", process))

@@ -25,6 +25,7 @@ import pytest
 
 from mxgate.conformance import case as case_module
 from mxgate.conformance import certificate, machine, report, run
+from mxgate.conformance.conftest import sigint
 from mxgate.conformance.run import Journal, Settings, code_version, from_line, read_results, to_line
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome
 from mxgate.fixtures import CAPTURED
@@ -339,11 +340,15 @@ def test_a_killed_run_goes_on_without_losing_or_repeating(tmp_path: Path, source
     assert len({(line["build"], line["case"]) for line in after}) == total
 
 
-def test_an_interrupt_leaves_no_child_behind(tmp_path: Path, source: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent", "kept"), [(signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_IGN)]
+)
+def test_an_interrupt_leaves_no_child_behind(tmp_path: Path, source: Path, sent: signal.Signals, kept: Any) -> None:
+    """Nor does a polite kill, even of a command that ignores SIGINT as a shell's background jobs do."""
     words = ["run", "--op", "wgrad", "--build", f"{source}:hang", "--jobs", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mxgate.conformance", *words], cwd=tmp_path, stderr=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "mxgate.conformance", *words]
+    with sigint(kept):
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.exists():
         process.kill()
@@ -358,7 +363,7 @@ def test_an_interrupt_leaves_no_child_behind(tmp_path: Path, source: Path) -> No
         time.sleep(0.05)
     time.sleep(0.5)
     seen = workers()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     assert process.wait(20) == 130
     assert process.stderr is not None and process.stderr.read() == (
         b"mxgate: interrupted; the same command goes on from here\n"

@@ -72,35 +72,23 @@ class Settings:
         return f"{self.tier} {self.limits.seconds:g}s {self.limits.memory:g}GiB {only} {code_version()}"
 
 
-# Our modules on which no result depends.
-_NOT_JUDGING = (
-    "test_",
-    "conftest",
-    "bench",
-    "report",
-    "__main__",
-    "timing",
-    "html",
-    "plugin",
-    "minimize",
-    "training",
-    "machine",
-    "cluster",
-)
+# What a result depends on besides the build: all that judging imports, as the tests see to. Left out is what only names
+# the machine, hands out work or makes records of builds; the emulator is in the fingerprints of the builds it runs.
+_JUDGING: Mapping[str, str] = {
+    str(mxgate.oracle.__file__): "bound exact formats freivalds gemm groups layouts quantize scales",
+    __file__: "case data gates launch layout poison recorded run verdict where worker",
+    str(build_module.__file__): "build declared gpu tensors",
+    str(store.__file__): "store",
+}
 
 
 @functools.cache
 def code_version() -> str:
     """A hash of everything besides a build that a result depends on: our own source, Python and the machine type."""
     total = hashlib.sha256(f"{platform.python_version()} {platform.machine()} {np.__version__}".encode())
-    for package in (mxgate.oracle.__file__, __file__):
-        for path in sorted(Path(str(package)).parent.glob("*.py")):
-            if not path.name.startswith(_NOT_JUDGING):
-                total.update(path.name.encode() + path.read_bytes())
-    kernels = Path(build_module.__file__).parent
-    ours = [kernels / f"{name}.py" for name in ("build", "declared", "gpu")]
-    for path in (*ours, Path(str(store.__file__)), MANIFEST):
-        total.update(path.read_bytes())
+    files = (Path(at).with_name(f"{name}.py") for at, names in _JUDGING.items() for name in names.split())
+    for path in (*files, MANIFEST):
+        total.update(path.name.encode() + path.read_bytes())
     return total.hexdigest()[:16]
 
 

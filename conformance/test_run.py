@@ -6,6 +6,7 @@ power between two lines (a kill is), and more than two runs writing into one fol
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import mxgate.oracle
 from mxgate.conformance import case as case_module
 from mxgate.conformance import certificate, machine, report, run
 from mxgate.conformance.conftest import sigint
@@ -269,6 +271,52 @@ def test_registered_builds_and_lineage(say: Say) -> None:
     assert code == 0 and "1 accepted" in out
     (line, *_) = _lines(Path(".mxgate/results.jsonl"))
     assert line["gates"]["lineage"] == "pass"
+
+
+def _imports(path: Path) -> Iterator[Path]:
+    """The files of ours that a file of ours imports, wherever in it. Packages of modules are left out."""
+    top = Path(mxgate.oracle.__file__).parents[1]
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ImportFrom):
+            base = path.parent if node.level else top
+            parts = (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:]
+            for name in ("", *(alias.name for alias in node.names)):
+                stem = base.joinpath(*(part for part in (*parts, name) if part))
+                if (node.level or (node.module or "").startswith("mxgate")) and stem.with_suffix(".py").is_file():
+                    yield stem.with_suffix(".py")
+
+
+# What judging imports and no result depends on, and why.
+NOT_JUDGING = {
+    "conformance/machine.py": "names the device, which every result has beside its stamp",
+    "conformance/cluster.py": "hands the work out",
+    "kernels/installed.py": "makes records of builds, which are in their fingerprints",
+    "kernels/gfx950/ledger.py": "in the fingerprints of emulated builds",
+    "kernels/gfx950/virtual.py": "in the fingerprints of emulated builds",
+}
+
+
+def test_the_version_is_of_all_that_judging_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not seen: what is imported by a name that is put together at run time, as builds are."""
+    read: set[str] = set()
+    top = Path(mxgate.oracle.__file__).resolve().parents[1]
+
+    def note(path: Path) -> bytes:
+        read.add(path.resolve().relative_to(top).as_posix())
+        return path.open("rb").read()
+
+    monkeypatch.setattr(Path, "read_bytes", note)
+    assert run.code_version.__wrapped__() == code_version()
+    monkeypatch.undo()
+    todo, seen = [Path(run.__file__).resolve()], set[str]()
+    while todo:
+        path = todo.pop()
+        name = path.resolve().relative_to(top).as_posix()
+        if name not in seen | set(NOT_JUDGING):
+            seen.add(name)
+            todo += _imports(path)
+    assert read - {"fixtures/MANIFEST.json"} == seen
+    assert "kernels/tensors.py" in seen and "oracle/exact.py" in seen
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -534,8 +534,9 @@ class Runner:
             if case.id not in self._contexts:
                 self._contexts[case.id] = _Context(case)
             self._contexts.move_to_end(case.id)
-            if _large(case):
-                for other in [name for name, held in self._contexts.items() if name != case.id and _large(held.case)]:
+            if data.is_large(case):
+                held = {name for name, context in self._contexts.items() if data.is_large(context.case)}
+                for other in held - {case.id}:
                     del self._contexts[other]
             while len(self._contexts) > self._keep:
                 self._contexts.popitem(last=False)
@@ -599,10 +600,6 @@ def unloadable(builds: Iterable[Build], limits: Limits) -> str | None:
 def given_up(result: CaseResult) -> bool:
     """Whether a result is one of not_run."""
     return any(f.inconclusive and f.what.startswith("not run: ") for f in result.findings)
-
-
-def _large(case: Case) -> bool:
-    return case.op != "quantize" and case.n * case.k * case.tokens > data.LARGE
 
 
 class _Declined(Exception):

@@ -6,11 +6,9 @@ A rejected build's first finding is run once more for its pictures, as `mxgate e
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import itertools
-import json
 import re
 import shlex
 import tempfile
@@ -290,13 +288,8 @@ def _histogram(away: Array) -> Picture:
 
 
 def _timing_pictures(path: Path) -> list[Picture]:
-    """What `mxgate time` draws of the device that it measured last; nothing without a time."""
-    device = None
-    for record in reversed(path.read_text().splitlines() if path.exists() else ()):
-        with contextlib.suppress(ValueError):  # a torn line
-            device = json.loads(record)["device"]
-            break
-    known = timing_plot.latest(path, device) if device is not None else []
+    """What `mxgate time` draws; nothing without a time."""
+    known = timing_plot.latest(path)
     pictures = []
     for draw, what in ((timing_plot.bars, "times as fast as BF16"), (timing_plot.roofline, "TFLOP/s by intensity")):
         if known:
@@ -306,7 +299,8 @@ def _timing_pictures(path: Path) -> list[Picture]:
                 svg = drawn.read_text(encoding="utf-8")
             name = "ratio" if draw is timing_plot.bars else "tflops"
             each = [f"{t['case']} {t['build']} {t[name]:.3g}" for t in known if t[name] is not None]
-            pictures.append(Picture(_inline(svg), f"{what} on {device}: {'; '.join(each)}"))
+            of = f"{what} on {known[0]['device']}, the last run of each case"
+            pictures.append(Picture(_inline(svg), f"{of}: {'; '.join(each)}"))
     return pictures
 
 

@@ -103,6 +103,9 @@ def wgrad(dy_t, dy_scales, x_t, x_scales, offsets):
 
 wgrad.ablations = {"no matrix instructions": lambda *operands: None, "broken": lambda *operands: 1 / 0}
 
+def also(*operands):
+    return wgrad(*operands)
+
 def wrong(*operands):
     return wgrad(*operands) * 1.5
 
@@ -251,8 +254,46 @@ def test_a_plot_is_of_whole_lines_of_this_version(cuda: None, certify: Any, say:
     older = json.dumps({"build": "bf16", "case": "wgrad/16b/ramp", "device": "a CPU", "median": 1e-3, "refused": None})
     flushed = whole.replace('"flush": false', '"flush": true').replace('"median": ', '"median": 9')
     lines.write_text(f"{whole}{older}\n5\n{flushed}{whole[:40]}")
-    known = timing_plot.latest(lines, "a CPU")
+    known = timing_plot.latest(lines)
     assert [line["build"] for line in known] == ["bf16", "wgrad/wgrad"] and all(line["median"] < 9 for line in known)
+    assert timing_plot.latest(Path("nowhere.jsonl")) == []
+
+
+def test_a_plot_is_of_the_last_run_of_each_case(cuda: None, certify: Any, say: Say) -> None:
+    """A build that only an earlier run of the case had has no bar beside BF16 of a later one, nor has one that was
+    refused meanwhile; another case's run stays, and another device's goes."""
+    matplotlib = pytest.importorskip("matplotlib")
+    (wgrad, other), lines = (certify("wgrad"), certify("also")), Path("there/timings.jsonl")
+
+    def timed(time: str, *words: Any, refused: bool = False, device: str = "a CPU") -> str:
+        lines.unlink(missing_ok=True)
+        say("time", *words, "--seconds", "0.01", "--out", "there")
+        found = [{**json.loads(line), "time": time, "device": device} for line in lines.read_text().splitlines()]
+        for line in found[1:] if refused else ():
+            line["refused"] = "wrong before timing"
+        return "".join(json.dumps(line) + "\n" for line in found)
+
+    first = timed("2026-01-02 03:04:05", wgrad, other)
+    second = timed("2026-01-02 03:04:06", wgrad, "--shape", "671b-up")
+    third = timed("2026-01-03 00:00:00", wgrad)
+    assert first.count("\n") == 3
+    lines.write_text(first + second + third)
+    known = timing_plot.latest(lines)
+    assert [(line["case"], line["build"], line["time"][8:10]) for line in known] == [
+        ("wgrad/16b/ramp", "bf16", "03"),
+        ("wgrad/16b/ramp", "wgrad/wgrad", "03"),
+        ("wgrad/671b-up/ramp", "bf16", "02"),
+        ("wgrad/671b-up/ramp", "wgrad/wgrad", "02"),
+    ]
+    for draw in (timing_plot.roofline, timing_plot.bars):
+        with matplotlib.rc_context({"svg.fonttype": "none"}):
+            draw(known, Path("drawn.svg"))
+        said = "the last run of each case, 2026-01-02 03:04:06 to 2026-01-03 00:00:00 UTC"
+        assert said in Path("drawn.svg").read_text()
+    lines.write_text(first + timed("2026-01-04 00:00:00", wgrad, refused=True))
+    assert [line["build"] for line in timing_plot.latest(lines)] == ["bf16"]
+    lines.write_text(first + timed("2026-01-05 00:00:00", other, device="another CPU"))
+    assert [line["build"] for line in timing_plot.latest(lines)] == ["bf16", "wgrad/also"]
 
 
 def test_flushed_calls_are_timed_one_by_one(cuda: None, certify: Any, say: Say) -> None:

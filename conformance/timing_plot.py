@@ -14,29 +14,41 @@ Line = Mapping[str, Any]
 _MARKS = "osD^vP*X"
 _BASE = "bf16"
 _FIELDS = {
-    *("device", "case", "build", "refused", "ablation", "median", "low", "high", "tflops", "ratio"),
+    *("time", "flush", "device", "case", "build", "refused", "ablation", "median", "low", "high", "tflops", "ratio"),
     *("copy", "dense", "intensity", "intensity_bf16", "two_pass_limit"),
 }
 
 
-def latest(path: Path, device: str) -> list[Line]:
-    """The last line of each case and build on a device in timings.jsonl that has a time, sustained, and is no ablation.
+def latest(path: Path) -> list[Line]:
+    """What is drawn of timings.jsonl: of the device that was measured last, the last sustained run of each case.
 
-    Torn lines and those of another version, which has other fields, are left out."""
-    found: dict[tuple[str, str], Line] = {}
-    for text in path.read_text().splitlines():
+    Times of several runs cannot be compared. Builds without a time and ablations are left out, and so are torn lines and those of another version, which has
+    other fields. Nothing where there is no file."""
+    lines: list[Line] = []
+    for text in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError):
             line = dict(json.loads(text))
-            sustained = line.keys() >= _FIELDS and not line.get("flush")
-            if sustained and (line["device"], line["refused"], line["ablation"]) == (device, None, None):
-                found[line["case"], line["build"]] = line
-    return list(found.values())
+            lines += [line] if line.keys() >= _FIELDS else []
+    here = [line for line in lines if line["device"] == lines[-1]["device"] and not line["flush"]]
+    last = {line["case"]: line["time"] for line in here}
+    return [
+        line
+        for case, time in last.items()
+        for line in here
+        if (line["case"], line["time"], line["refused"], line["ablation"]) == (case, time, None, None)
+    ]
+
+
+def _title(lines: Sequence[Line], what: str) -> str:
+    times = sorted(line["time"] for line in lines)
+    when = " to ".join(dict.fromkeys((times[0], times[-1])))
+    return f"{lines[0]['device']}: {what}; the last run of each case, {when} UTC"
 
 
 def roofline(lines: Sequence[Line], path: Path) -> None:
     """Each build at the intensity that its case has with ideal reuse, under the ceilings that were measured with it.
 
-    lines: of one device, as in timings.jsonl. The ceilings are the highest of all lines: of one copy, and of a dense
+    lines: as `latest` gives them. The ceilings are the highest of all lines: of one copy, and of a dense
     bfloat16 product."""
     from matplotlib.figure import Figure
 
@@ -66,7 +78,7 @@ def roofline(lines: Sequence[Line], path: Path) -> None:
         place = (at_of[names[-1]], 0.85 * low)
         axes.annotate("\n".join(names), place, rotation=90, ha="center", va="top", fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="FLOP a byte, each operand read once", ylabel="TFLOP/s")
-    axes.set_title(f"{lines[0]['device']}: medians, sustained", fontsize=10)
+    axes.set_title(_title(lines, "medians, sustained"), fontsize=10)
     axes.set_ylim(low / 4, dense / 1e12 * 1.5)
     axes.set_xlim(x[0], x[-1])
     axes.grid(alpha=0.3, which="both", linewidth=0.5)
@@ -107,5 +119,5 @@ def bars(lines: Sequence[Line], path: Path) -> None:
     axes.set_yticks(at, names, fontsize=8)
     axes.set_ylim(y - 0.9, -1.4)
     axes.set_xlabel("times as fast as BF16 grouped_mm in the same run (line: two passes cannot be faster)", fontsize=9)
-    axes.set_title(f"{lines[0]['device']}: medians, 10 % .. 90 %", fontsize=10)
+    axes.set_title(_title(lines, "medians, 10 % .. 90 %"), fontsize=10)
     figure.savefig(path)

@@ -141,7 +141,7 @@ def _time_on_gpu(args: argparse.Namespace, held: Any, certified: Any) -> int:
     with lines.open("a") as file:
         for timing in found["timings"]:
             file.write(json.dumps({**{k: v for k, v in found.items() if k != "timings"}, **timing}) + "\n")
-    wrote = f"{lines}{_plot_times(lines, found['device'])}"
+    wrote = f"{lines}{_plot_times(lines)}"
     if args.json:
         common.print_json({"command": "time", **found})
     else:
@@ -151,13 +151,13 @@ def _time_on_gpu(args: argparse.Namespace, held: Any, certified: Any) -> int:
     return int(any(timing["refused"] for timing in found["timings"]))
 
 
-def _plot_times(lines: Path, device: str) -> str:
-    """Draw all that timings.jsonl has of the device; what was written, in words."""
+def _plot_times(lines: Path) -> str:
+    """Draw what timings.jsonl has of the device; what was written, in words."""
     if importlib.util.find_spec("matplotlib") is None:
         return "; for plots: pip install 'mxgate[report]'"
     from mxgate.conformance import timing_plot
 
-    if not (known := timing_plot.latest(lines, device)):
+    if not (known := timing_plot.latest(lines)):
         return ""
     timing_plot.roofline(known, lines.with_name("roofline.svg"))
     timing_plot.bars(known, lines.with_name("times.svg"))

@@ -1,7 +1,8 @@
 """Timing on a GPU without one: the whole of a timing process, on a CPU behind torch.cuda's own names.
 
 Faked are events, which read the host's clock, synchronisation and the device's name; all else is what runs on a GPU, on
-a small shape. Not tried: that events measure a GPU's time, NVML, and kernels that hang or poison a context.
+a small shape. Not tried: that events measure a GPU's time, NVML, and kernels that hang; a context is poisoned by name
+alone.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ def test_a_process_that_fails_is_one_line() -> None:
 # The process, in this one
 
 SOURCE = """
+import os
+import sys
+
 import torch
 
 calls = 0
@@ -131,6 +135,32 @@ def late(dy_t, *operands):
 
 def raises(*operands):
     raise ValueError("no such tile")
+
+def raises_late(*operands):
+    return late_only(*operands)
+
+def crashes_late(*operands):
+    return late_only(*operands)
+
+def poisons_late(*operands):
+    return late_only(*operands)
+
+def late_only(*operands):
+    # The caller's misdeed, once timing has begun.
+    global calls
+    calls += 1
+    if calls > 10:
+        operands[0].view(torch.uint8)[0, 0] ^= 1
+        name = sys._getframe(1).f_code.co_name
+        if name == "crashes_late":
+            os.kill(os.getpid(), 9)
+        if name == "poisons_late":
+            torch.cuda.synchronize = stays
+        raise RuntimeError(name)
+    return wgrad(*operands)
+
+def stays():
+    raise RuntimeError("an illegal memory access was encountered")
 """
 
 
@@ -148,13 +178,10 @@ class _Event:
         return 1e3 * (other.at - self.at)
 
 
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU by the names of a GPU, small shapes, and small products for its ceilings."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("triton")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    import torch
+
     monkeypatch.setattr(torch.cuda, "Event", _Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a CPU")
@@ -166,6 +193,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(timing_gpu, "SIDE", 64)
     monkeypatch.setattr(timing_gpu, "LOOK", 0.01)
     monkeypatch.setattr(timing_gpu, "FLUSHED", 1 << 16)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    fake(monkeypatch)
     monkeypatch.setattr(timing_gpu, "time_on_gpu", _here)
     yield
     torch.set_num_threads(threads)
@@ -174,7 +210,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def _here(builds: Any, case: Any, *, limit: float, **how: Any) -> dict[str, Any]:
     """time_on_gpu without its process."""
     named = {"op": case.op, "shape": case.shape, "routing": case.routing}
-    request = {"builds": [asdict(b) for b in builds], "case": named, **how}
+    request = {"builds": [asdict(b) for b in builds], "case": named, **how, "refused": {}}
     return dict(json.loads(json.dumps(timing_gpu.measure(json.loads(json.dumps(request))))))
 
 
@@ -309,6 +345,7 @@ def test_flushed_calls_are_timed_one_by_one(cuda: None, certify: Any, say: Say) 
         ("meddles", "it changed its operands"),
         ("late", "it changed its operands while it was timed"),
         ("raises", "raised ValueError: no such tile"),
+        ("raises_late", "raised RuntimeError: raises_late"),
     ],
 )
 def test_no_number_for_a_build_that_is_wrong(cuda: None, certify: Any, say: Say, name: str, said: str) -> None:
@@ -317,6 +354,23 @@ def test_no_number_for_a_build_that_is_wrong(cuda: None, certify: Any, say: Say,
     assert code == 1 and said in timed[f"wgrad/{name}"]["refused"] and timed[f"wgrad/{name}"]["median"] == 0
     assert timed["wgrad/wgrad"]["refused"] is None and timed["wgrad/wgrad"]["median"] > 0
     assert timed["bf16"]["refused"] is None
+
+
+def test_a_build_that_ends_the_process_costs_itself_its_time(
+    certify: Any, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes as a GPU has them: one ends late, in the next another build leaves the GPU past use."""
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    faked = "import sys, pytest; from mxgate.conformance import timing_gpu, test_timing_gpu; "
+    faked += "test_timing_gpu.fake(pytest.MonkeyPatch()); timing_gpu.main(sys.argv[1])"
+    monkeypatch.setattr(timing_gpu, "_START", faked)
+    monkeypatch.setattr(data, "LARGE", 0)
+    code, timed = _time(say, *map(certify, ("crashes_late", "wgrad", "poisons_late")), "--rounds", "2")
+    assert code == 1 and timed["wgrad/wgrad"]["refused"] is None and timed["wgrad/wgrad"]["median"] > 0
+    crashed, poisoned = (timed[f"wgrad/{name}_late"] for name in ("crashes", "poisons"))
+    assert crashed["refused"] == "ended the timing process: killed by signal 9" and crashed["median"] == 0
+    assert poisoned["refused"] == "ended the timing process: raised RuntimeError: poisons_late"
 
 
 def test_time_on_a_gpu_refuses(

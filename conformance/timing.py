@@ -94,7 +94,9 @@ def time_builds(
         for build in builds:
             if build.id not in refused:
                 launch = children[build.id].launch(case, replace(plan(build, case, "smoke")[0], out="none"), operands)
-                if launch.digest != before[build.id]:
+                if launch.error is not None:
+                    refused[build.id] = f"after timing: {launch.error}"
+                elif launch.digest != before[build.id]:
                     refused[build.id] = "its output after timing is not what it was before"
     return tuple(
         Timing(build.id, case.id, refused=refused[build.id])

@@ -10,11 +10,13 @@ them as an attribute of its callable, `ablations`: callables by what they do wit
 
 Before the first pass and after the last one a sample of every expert's output is held against the exact oracle, and
 between them the whole output must keep its bytes, and the operands theirs. It runs in a process of its own, with a
-request as JSON on standard input: a kernel that hangs or poisons the context costs that process only.
+request as JSON on standard input: a kernel that crashes or poisons the context costs that process, which has said what
+was at work, and the others are timed in another one.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import statistics
@@ -46,6 +48,7 @@ SHAPES: Mapping[str, tuple[int, int, int, int]] = MappingProxyType(
     {"16b": (1408, 2048, 8, 24480), "671b-up": (4096, 7168, 32, 8072), "671b-down": (7168, 2048, 32, 8072)}
 )
 DEVICE = "cuda"  # as torch calls it
+BASE = "bf16"  # the name of torch's product
 CHUNKS = 16  # samples of a pass, each the mean of a sixteenth of its calls
 SAMPLE = 32  # rows and columns of an expert's output that are held against the oracle
 SLACK = 96  # tokens by which the buffer is longer
@@ -115,7 +118,8 @@ def time_on_gpu(
 ) -> dict[str, Any]:
     """Run the timing in a process of its own. Its document: timings, the device's two ceilings, versions, the device.
 
-    Raises RuntimeError with the last words of a process that failed or took longer than `limit` seconds.
+    A build that ends the process has no time, and another process times the others. Raises RuntimeError with the last
+    words of a process that failed by itself, or took longer than `limit` seconds.
     """
     request = {
         "builds": [asdict(b) for b in builds],
@@ -125,6 +129,19 @@ def time_on_gpu(
         "flush": flush,
         "ablate": ablate,
     }
+    refused: dict[str, str] = {}
+    while True:
+        found, why = _process({**request, "refused": refused}, limit)
+        if "timings" in found:
+            return found
+        at = found.get("at", "")
+        if at in ("", BASE, *refused):
+            raise RuntimeError(f"the timing process failed: {why}")
+        refused[at] = f"ended the timing process: {why}"
+
+
+def _process(request: Mapping[str, Any], limit: float) -> tuple[dict[str, Any], str]:
+    """What the process left in its file, and its last words. Raises RuntimeError past `limit` seconds."""
     with tempfile.NamedTemporaryFile(prefix="mxgate-") as answer:
         try:
             done = subprocess.run(
@@ -137,13 +154,20 @@ def time_on_gpu(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the timing process did not end within {limit:g} s") from None
-        text = answer.read()
+            at = _read(answer.name).get("at")
+            where = f": {at} was at work" if at else ""
+            raise RuntimeError(f"the timing process did not end within {limit:g} s{where}") from None
+        found = _read(answer.name)
+    said = done.stderr.strip().splitlines()
+    exited = f"exit {done.returncode}" if done.returncode >= 0 else f"killed by signal {-done.returncode}"
+    return found, found.get("why") or (said[-1] if said and done.returncode >= 0 else exited)
+
+
+def _read(path: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(text))
+        return dict(json.loads(Path(path).read_bytes()))
     except ValueError:
-        said = done.stderr.strip().splitlines()
-        raise RuntimeError(f"the timing process failed: {said[-1] if said else f'exit {done.returncode}'}") from None
+        return {}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,8 +401,32 @@ def _restore(operands: Sequence[Any], given: Sequence[Any]) -> None:
         t.copy_(before)
 
 
-def measure(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The document of time_on_gpu, in this process."""
+def _attempt(call: Callable[[], Any], report: Callable[[str], object]) -> tuple[Any, str | None]:
+    """What a call gives, and why it gives nothing, in words. A GPU that is past use then is reported, and raises."""
+    import torch
+
+    try:
+        found = call()
+        torch.cuda.synchronize()
+        return found, None
+    except Exception as error:
+        why = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        report(why)
+        raise
+    return None, why
+
+
+def measure(
+    request: Mapping[str, Any], at: Callable[[str, str | None], object] = lambda name, why: None
+) -> dict[str, Any]:
+    """The document of time_on_gpu, in this process.
+
+    request: as time_on_gpu makes it; refused: what ended a process before, and how. at: told what is at work ("" for
+    our own), and why it gives nothing where that ends this process.
+    """
     import torch
     import triton
 
@@ -386,20 +434,32 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     case = case_of(**request["case"])
     operands = _operands(case)
     flush = torch.empty(FLUSHED, dtype=torch.uint8, device=DEVICE) if request["flush"] else None
-    refused: dict[str, str] = {}
-    calls: dict[str, Callable[[], Any]] = {"bf16": _baseline(case)}
+    refused: dict[str, str] = dict(request["refused"])
+    calls: dict[str, Callable[[], Any]] = {BASE: _baseline(case)}
     kept: dict[str, Any] = {}
     given = [t.clone() for t in operands]
     ablated: dict[str, tuple[str, str]] = {}  # build and part, by name
+
+    def attempt(name: str, call: Callable[[], Any]) -> Any:
+        """What a call of a build gives, or None and the build is refused."""
+        at(name, None)
+        found, why = _attempt(call, lambda why: at(name, why))
+        at("", None)
+        if why is not None:
+            refused[name] = why
+            _restore(operands, given)
+        return found
+
     for build in builds:
-        try:
-            function = build.load()
-            calls[build.id] = lambda function=function: function(*operands)  # type: ignore[misc]
-            kept[build.id] = calls[build.id]().clone()
-            torch.cuda.synchronize()
-        except Exception as error:
-            refused[build.id] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            calls.setdefault(build.id, calls["bf16"])
+        calls[build.id] = calls[BASE]
+        if build.id in refused:
+            continue
+        function = attempt(build.id, build.load)
+        if function is None:
+            continue
+        calls[build.id] = lambda function=function: function(*operands)  # type: ignore[misc]
+        kept[build.id] = attempt(build.id, lambda name=build.id: calls[name]().clone())  # type: ignore[misc]
+        if build.id in refused:
             continue
         if not _same(operands, given):
             refused[build.id] = "it changed its operands"
@@ -410,16 +470,12 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
             name = f"{build.id}, {what}"
             ablated[name] = build.id, what
             calls[name] = lambda variant=variant: variant(*operands)  # type: ignore[misc]
-    calls["bf16"]()  # its first call sets things up, and would be taken for a slow one
+    calls[BASE]()  # its first call sets things up, and would be taken for a slow one
     for name, (of, _) in ablated.items():
         if of in refused:
             refused[name] = refused[of]
-            continue
-        try:
-            calls[name]()
-            torch.cuda.synchronize()
-        except Exception as error:
-            refused[name] = f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        elif name not in refused:
+            attempt(name, calls[name])
     meter = _Meter()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     counted: dict[str, int] = dict.fromkeys(calls, 0)
@@ -433,8 +489,11 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
             torch.cuda.synchronize()
             with meter:
                 before = meter.energy()
-                found, count = _sustained(calls[name], request["seconds"], flush)
+                taken = attempt(name, functools.partial(_sustained, calls[name], request["seconds"], flush))
                 after = meter.energy()
+            if taken is None:
+                continue
+            found, count = taken
             joules = None if before is None or after is None else (after - before) / (count + 3)
             samples[name] += found
             counted[name] += count
@@ -445,12 +504,16 @@ def measure(request: Mapping[str, Any]) -> dict[str, Any]:
     bandwidth, dense = _bandwidth(), _dense()
     for build in builds:
         if build.id not in refused:
-            out = calls[build.id]()
+            out = attempt(build.id, lambda name=build.id: calls[name]().contiguous())  # type: ignore[misc]
+            if build.id in refused:
+                continue
             if not _same([out], [kept[build.id]]):
                 refused[build.id] = "its output after timing is not what it was before"
             elif (wrong := _wrong(build, case, operands, out)) is not None:
                 refused[build.id] = f"wrong after timing: {wrong}"
-    base = statistics.median(samples["bf16"])
+    if BASE in refused:
+        raise RuntimeError(f"{BASE} {refused[BASE]}")
+    base = statistics.median(samples[BASE])
     work = 2e-12 * case.n * case.k * case.tokens
     timings = []
     for name in names:
@@ -495,5 +558,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def main(answer: str) -> None:
-    """In the process: a request from standard input, the document into the file `answer`."""
-    Path(answer).write_text(json.dumps(measure(json.load(sys.stdin))))
+    """The process: a request from standard input, the document into the file `answer`; before that what is at work."""
+
+    def write(document: Mapping[str, Any]) -> None:
+        Path(answer).write_text(json.dumps(document))
+
+    write(measure(json.load(sys.stdin), lambda name, why: write({"at": name, "why": why})))

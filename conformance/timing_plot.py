@@ -22,8 +22,8 @@ _FIELDS = {
 def latest(path: Path) -> list[Line]:
     """What is drawn of timings.jsonl: of the device that was measured last, the last sustained run of each case.
 
-    Times of several runs cannot be compared. Builds without a time and ablations are left out, and so are torn lines and those of another version, which has
-    other fields. Nothing where there is no file."""
+    Times of several runs cannot be compared. Builds without a time and ablations are left out, and so are torn lines
+    and those of another version, which has other fields. Nothing where there is no file."""
     lines: list[Line] = []
     for text in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError, TypeError):

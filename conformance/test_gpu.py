@@ -328,6 +328,18 @@ def test_what_the_graph_gate_says_on_a_gpu(captured: Any, name: str) -> None:
             assert SAID[name] is None or any(str(SAID[name]) in f.what for f in result.findings if f.gate == "graph")
 
 
+def test_a_gpu_build_of_numpy_arrays_is_told_what_a_graph_takes() -> None:
+    build = replace(registry()["wgrad/numpy_reference"], device="cuda")
+    case = case_by_id("wgrad/64x96/ramp1.5/exact-sum")
+    other = rerouted(case)
+    with contextlib.closing(worker.Child(build, worker.Limits())) as child:
+        again, plain = child.replay(case, data.operands(case), other, data.operands(other))
+    assert plain.error is None and again.error == (
+        "cannot be captured in a CUDA graph: it takes NumPy arrays; "
+        "expected arrays='torch', or capturable=False in its record"
+    )
+
+
 def test_a_gpu_build_is_accepted_after_its_launch_was_replayed_or_says_why_not() -> None:
     build = registry()["wgrad/triton_dequant"]
     declared = replace(build, capturable=False)

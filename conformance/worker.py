@@ -826,8 +826,9 @@ class _Server:
         )
         _fill_allocations(header["fill"])
         if header["captured"] is not None:
+            if self.torch is None:
+                raise _Uncaptured("it takes NumPy arrays; expected arrays='torch', or capturable=False in its record")
             captured = self.arguments({**header, "variant": header["captured"]})
-            assert self.torch is not None
             returned = self.torch.replay(self.function, captured, (positional, keywords))
         else:
             returned = self._launch(header, positional, keywords)

@@ -41,49 +41,92 @@ _EXIT = "exit codes: 0 all accepted, 1 something rejected, 2 bad usage or input,
 Options = Callable[[argparse.ArgumentParser], None]
 Command = Callable[[argparse.Namespace], int]
 
-COMMANDS: tuple[tuple[str, str, Options, Command], ...] = (
-    ("run", "run builds through the gates and print a verdict for each", run.options, run.command),
-    ("report", "put the results of several runs (shards) together", report.options, report.command),
-    ("faults", "hold every wrong build against the gate that must reject it", faults.options, faults.command),
+# Its name, what it does, what exit codes other than 2 mean there, its options and itself.
+COMMANDS: tuple[tuple[str, str, str, Options, Command], ...] = (
+    (
+        "run",
+        "run builds through the gates and print a verdict for each",
+        "0 all accepted, 1 something rejected, 3 inconclusive",
+        run.options,
+        run.command,
+    ),
+    (
+        "report",
+        "put the results of several runs (shards) together",
+        "0 all accepted, 1 something rejected, 3 inconclusive",
+        report.options,
+        report.command,
+    ),
+    (
+        "faults",
+        "hold every wrong build against the gate that must reject it",
+        "0 each is rejected and no correct build, 1 one lives on or a correct build is rejected, 3 none can run here",
+        faults.options,
+        faults.command,
+    ),
     (
         "explain",
         "run a rejected build on its case again and say what probably went wrong",
+        "0 it passes every gate now, 1 rejected, 3 inconclusive",
         explain.options,
         explain.command,
     ),
-    ("minimize", "shrink a rejected case to the least that is still rejected", minimize.options, minimize.command),
+    (
+        "minimize",
+        "shrink a rejected case to the least that is still rejected",
+        "1 rejected, and what is left is written",
+        minimize.options,
+        minimize.command,
+    ),
     (
         "time",
         "time builds that hold a certificate, interleaved: one thread, or a GPU",
+        "0 every build has a time, 1 one has none",
         time.options,
         time.command,
     ),
     (
         "bench-oracle",
         "time the oracle beside torchao and beside float32 products",
+        "0 every target is met, 1 one is missed, 3 one has nothing to be held to here",
         bench_oracle.options,
         bench_oracle.command,
     ),
     (
         "train",
         "train a toy mixture of experts in MXFP8 beside BF16 and compare the losses",
+        "0 every curve is as near to BF16's as it has to be, 1 one is not",
         train.options,
         train.command,
     ),
-    ("inspect", "count what the machine code of an emulated build costs", inspect.options, inspect.command),
+    (
+        "inspect",
+        "count what the machine code of an emulated build costs",
+        "0 counted, 1 a figure is above the budget, 3 it cannot be emulated here",
+        inspect.options,
+        inspect.command,
+    ),
     (
         "bench-emulator",
         "time the emulator, hazards off and on, against its targets",
+        "0 every target is met, 1 one is missed, 3 the emulated kernel is not here",
         bench_emulator.options,
         bench_emulator.command,
     ),
     (
         "fixtures",
         "verify, generate, list, export or capture the tensors in fixtures/",
+        "0 done, 1 verify found a difference",
         fixtures.options,
         fixtures.command,
     ),
-    ("list", "list builds, cases, gates, faults, formats, profiles or accumulators", list.options, list.command),
+    (
+        "list",
+        "list builds, cases, gates, faults, formats, profiles or accumulators",
+        "0 listed",
+        list.options,
+        list.command,
+    ),
 )
 
 
@@ -95,8 +138,10 @@ def parser() -> Parser:
         epilog=_EXIT,
     )
     commands = whole.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    for name, what, options, command in COMMANDS:
-        sub = commands.add_parser(name, help=what, description=what, epilog=_EXIT)
+    for name, what, codes, options, command in COMMANDS:
+        sub = commands.add_parser(
+            name, help=what, description=what, epilog=f"exit codes: {codes}; 2 bad usage or input"
+        )
         sub.set_defaults(function=command)
         options(sub)
     return whole

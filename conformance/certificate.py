@@ -151,8 +151,11 @@ def covers(path: Path, certificate: Certificate, case: Case, certified: Sequence
         return
     shapes = sorted({_class(c) for c in certified if (c.op, c.formats, c.out_dtype) == (case.op, *wanted[2:])})
     known = f"shapes {', '.join(shapes)}" if shapes else "no case with its op, formats and output type"
-    build = certificate.build.id
-    raise CertificateError(f"{path}: {build} was not accepted on the shape class of {case.id}; it covers {known}")
+    build = certificate.build
+    more = f"; run `mxgate run --tier production {called(build)}`" if is_large(case) else ""
+    raise CertificateError(
+        f"{path}: {build.id} was not accepted on the shape class of {case.id}; it covers {known}{more}"
+    )
 
 
 def _class(case: Case) -> str:

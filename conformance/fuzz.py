@@ -630,8 +630,8 @@ def fuzz(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mxgate.conformance.fuzz", description=__doc__.partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0, help="on the clock (default 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of the mutations (default 0)")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="on the clock (default 10)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the mutations (default 0)")
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="mxgate-fuzz-"))
     print(f"inputs and findings go to {folder}", flush=True)

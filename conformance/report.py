@@ -48,19 +48,25 @@ def console(stream: TextIO | None = None) -> Console:
 
 def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], right: Iterable[str] = ()) -> None:
     """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column, and where
-    the terminal is too narrow even for that, cut in the columns between."""
+    even that is too wide, cut in the columns between, the widest first."""
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     cells = [list(row) for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
-    widths[-1] = min(widths[-1], 12)
-    fits = sum(widths) + len(widths) <= to.width
+
+    def over() -> int:
+        return sum(widths) + len(widths) - 1 - to.width
+
+    widths[-1] = max(min(widths[-1], 12), widths[-1] - max(over(), 0))
+    between = range(1, len(columns) - 1)
+    while over() > 0 and any(widths[i] > 1 for i in between):
+        widths[max(between, key=widths.__getitem__)] -= 1
     for i, name in enumerate(columns):
         last = i == len(columns) - 1
         grid.add_column(
             Text(name, style="bold"),
             justify="right" if name in right else "left",
             no_wrap=not last,
-            min_width=widths[i] if fits or i == 0 or last else None,
+            width=widths[i],
             overflow="fold" if last else "ellipsis",
         )
     for row in cells:

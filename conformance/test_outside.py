@@ -478,7 +478,7 @@ def test_an_entry_point_that_fails_is_a_note(say: Say, package: Path) -> None:
         "raised SystemExit: 3",
         "raised ModuleNotFoundError: No module named 'their_kernels.nothing'",
         "there is no key 'acumulator'; did you mean accumulator?",
-        "is a int; expected a Build or a dict",
+        "is of type int; expected a Build or a dict",
     ]
     assert os.environ.get("HOME") == home
     code, _, err = say("run", "--build", "broken")

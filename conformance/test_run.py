@@ -27,6 +27,8 @@ import pytest
 import mxgate.oracle
 from mxgate.conformance import case as case_module
 from mxgate.conformance import certificate, machine, report, run
+from mxgate.conformance.__main__ import COMMANDS, main
+from mxgate.conformance.__main__ import parser as main_parser
 from mxgate.conformance.conftest import sigint
 from mxgate.conformance.run import Journal, Settings, code_version, from_line, read_results, to_line
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome
@@ -588,12 +590,56 @@ def test_junit_has_a_testcase_for_every_case_and_gate(say: Say, source: Path, tm
         ("time nowhere.json", "nowhere.json: No such file or directory"),
         ("explain", "there is no earlier run here"),
         ("explain --build numpy_reference --case wgrad/nope", "no case named 'wgrad/nope'"),
+        ("run --device cuda --build wgrad/numpy_reference", "does not run with --device cuda; expected cpu or all"),
+        ("fixtures verify there", "`mxgate fixtures verify` takes no folder; expected one of export alone"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(say: Say, words: str, said: str) -> None:
     code, out, err = say(*words.split())
     assert code == 2 and out == "" and said in err
     assert err.startswith("mxgate: ") and err.count("\n") == 1 and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", [name for name, *_ in COMMANDS])
+def test_help_fits_and_says_what_the_exit_codes_mean(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not caught: a help text that is wrong."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and max(map(len, out.splitlines())) <= 100
+    assert "\nexit codes: " in out and "; 2 bad usage or input" in " ".join(out.split())
+    parsed = main_parser()._subparsers._group_actions[0].choices[name]  # type: ignore[union-attr, index]
+    for action in parsed._actions:
+        assert action.help, f"{name} {action.dest}"
+        said = f"(default {action.default:g}" if isinstance(action.default, int | float) and action.default > 1 else ""
+        assert said in action.help, f"{name} {action.dest}: {action.help}"
+
+
+def test_explain_takes_a_build_as_run_does(say: Say, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say("run", "--op", "wgrad", "--build", f"{source}:neighbour", *FEW)
+    near = os.path.relpath(source)
+    code, out, err = say("explain", ".mxgate", "--build", f"{near}:neighbour")
+    assert code == 1 and out.startswith("wgrad/mine.neighbour on ") and err == ""
+
+
+def test_a_table_that_is_too_wide_loses_no_column(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all the last one, where it is what a newcomer looks for: what is not installed."""
+    monkeypatch.setattr(Build, "missing", lambda build: "flydsl" if build.device == "gfx950" else None)
+    lines = say("list", "builds")[1].splitlines()
+    assert lines[0].split() == ["build", "device", "formats", "align", "accumulator", "replaces", "needs"]
+    assert max(map(len, lines)) <= 100 and "…" not in "".join(lines)
+    assert [line.split()[-1] for line in lines if line.startswith("wgrad/flydsl")] == ["flydsl"] * 3
+    from io import StringIO
+
+    stream = StringIO()
+    rows = [["a" * 30, "b" * 40, "c" * 60, "and words that are wrapped here"]]
+    report.table(report.console(stream), ["first", "second", "third", "last"], rows)
+    wide = stream.getvalue().splitlines()
+    assert max(map(len, wide)) <= 100 and wide[1].startswith("a" * 30 + " ") and "last" in wide[0]
+    assert "".join("".join(line[88:].split()) for line in wide[1:]) == "andwordsthatarewrappedhere"
 
 
 def test_an_outside_build_that_cannot_be_loaded_is_bad_input(say: Say, tmp_path: Path) -> None:

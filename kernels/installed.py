@@ -87,7 +87,7 @@ def main(name: str, value: str, answer: str) -> None:
         elif isinstance(loaded, dict):
             found = {"mapping": loaded}
         else:
-            found = {"error": f"is a {type(loaded).__name__}; expected a Build or a dict"}
+            found = {"error": f"is of type {type(loaded).__name__}; expected a Build or a dict"}
         text = json.dumps(found)
     except BaseException as error:  # SystemExit is the package's doing as well
         text = json.dumps({"error": f"raised {type(error).__name__}: {' '.join(str(error).split())[:300]}"})

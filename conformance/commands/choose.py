@@ -53,7 +53,9 @@ def choose_builds(names: Sequence[str], op: str | None, device: str | None = Non
             raise UsageError(f"two different builds are called {build.id}: give them to two runs")
         chosen[build.id] = build
     if device is not None and (other := [b.id for b in chosen.values() if not DEVICES[device](b)]):
-        raise UsageError(f"{', '.join(other)} does not run with --device {device}")
+        expected = " or ".join(name for name in DEVICES if all(DEVICES[name](b) for b in named))
+        moves = "; a kernel from a file moves its operands to a GPU itself" if device == "cuda" else ""
+        raise UsageError(f"{', '.join(other)} does not run with --device {device}; expected {expected}{moves}")
     return list(chosen.values())
 
 

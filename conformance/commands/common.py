@@ -46,7 +46,7 @@ def salt(text: str) -> int:
 
 
 def jobs(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--jobs", type=COUNT, metavar="N", help="children at work at a time (default: one a core)")
+    sub.add_argument("--jobs", type=COUNT, metavar="N", help="child processes at work at a time (default: one a core)")
 
 
 def limits(sub: argparse.ArgumentParser, seconds: float | None = 60.0) -> None:
@@ -64,7 +64,7 @@ def limits(sub: argparse.ArgumentParser, seconds: float | None = 60.0) -> None:
         type=NUMBER,
         default=8.0,
         metavar="GIB",
-        help="resident memory of one child, besides its case's arrays (default 8)",
+        help="GiB that one child process may hold, besides its case's arrays (default 8)",
     )
 
 
@@ -73,17 +73,19 @@ def as_json(sub: argparse.ArgumentParser) -> None:
 
 
 def as_html(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--html", type=Path, metavar="FILE", help="also one offline file with pictures of what failed")
+    sub.add_argument(
+        "--html", type=Path, metavar="FILE", help="also one offline file with pictures of what failed (extra: report)"
+    )
 
 
-def recorded(sub: argparse.ArgumentParser) -> None:
+def recorded(sub: argparse.ArgumentParser, what: str) -> None:
     sub.add_argument(
         "--cases",
         action="append",
         default=[],
         type=Path,
         metavar="FILE",
-        help="the calls recorded in this file (mxgate.capture, minimize) instead of the tier's cases",
+        help=f"a file of recorded calls, as mxgate.capture and `mxgate minimize` write them: {what}; may be repeated",
     )
 
 

@@ -16,12 +16,16 @@ from mxgate.kernels.build import OPS, Build
 
 
 def options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="an --out of `mxgate run` (default: the last)")
-    sub.add_argument("--build", metavar="NAME", help="this build")
-    sub.add_argument("--op", choices=list(OPS), help="what an outside --build computes")
+    sub.add_argument(
+        "folder", nargs="?", type=Path, metavar="DIR", help="where `mxgate run` left results (default: the last run)"
+    )
+    sub.add_argument(
+        "--build", metavar="NAME", help="a failure of this build (with --case: whether or not a run has it)"
+    )
+    sub.add_argument("--op", choices=list(OPS), help="what a --build from a file computes")
     sub.add_argument("--device", choices=list(DEVICES), help="as in run: emu for a file of FlyDSL launches")
-    sub.add_argument("--case", metavar="ID", help="this case, or a pattern")
-    common.recorded(sub)
+    sub.add_argument("--case", metavar="ID", help="a failure on this case, or on those of a pattern")
+    common.recorded(sub, "where to look for a --case of that kind")
 
 
 def plain_settings(tier: str, args: argparse.Namespace) -> Any:
@@ -52,7 +56,9 @@ def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
         for (build, fingerprint, case, stamp), result in results.items()
         if stamp == plan["stamp"] and prints.get(build) == fingerprint
         if result.outcome is Outcome.REJECT and build in builds and case in plan["cases"]
-        if args.build is None or args.build in (build, builds[build].name, builds[build].target)
+        if args.build is None
+        or args.build in (build, builds[build].name)
+        or _target(args.build) == builds[build].target
         if args.case is None or fnmatch.fnmatchcase(case, args.case)
     ]
     if not failed and args.given:
@@ -69,6 +75,12 @@ def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     shown = first_finding(r for r in failed if r.build == failed[0].build)
     result = shown[0] if shown is not None else failed[0]
     return builds[result.build], case_named(result.case, plan["files"]), plan["tier"], len(failed) - 1
+
+
+def _target(name: str) -> str:
+    """The target of a build that is given as path/to/file.py:callable."""
+    where, _, attribute = name.rpartition(":")
+    return f"{Path(where).resolve()}:{attribute}" if where.endswith(".py") else name
 
 
 def _named(args: argparse.Namespace) -> tuple[Build, Any, str, int]:

@@ -18,7 +18,7 @@ def options(sub: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="only this fault, or a pattern; may be repeated (then no correct build is run)",
+        help="only this fault of `mxgate list faults`, or a pattern; may be repeated (then no correct build is run)",
     )
     sub.add_argument(
         "--isa",

@@ -18,7 +18,7 @@ def options(sub: argparse.ArgumentParser) -> None:
         "export: write the golden ones as raw bytes and JSON; "
         "capture: train the small model again (needs torch), then generate",
     )
-    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="where an export goes")
+    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="of export: where it goes")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -27,6 +27,8 @@ def command(args: argparse.Namespace) -> int:
     from mxgate.fixtures.store import StoreError
 
     to = text.console()
+    if args.folder is not None and args.action != "export":
+        raise UsageError(f"`mxgate fixtures {args.action}` takes no folder; expected one of export alone")
     try:
         if args.action == "list":
             held = [(c, True) for c in generate.stored()] + [(c, False) for c in generate.hashed()]

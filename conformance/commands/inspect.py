@@ -16,8 +16,13 @@ def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "build", metavar="BUILD", help="such as wgrad/flydsl, or path/to/file.py:callable that launches through FlyDSL"
     )
-    sub.add_argument("--op", choices=list(OPS), help="what an outside BUILD computes")
-    sub.add_argument("--budget", type=Path, metavar="FILE", help="exit 1 when a figure is above the one in this file")
+    sub.add_argument("--op", choices=list(OPS), help="what a BUILD from a file computes")
+    sub.add_argument(
+        "--budget",
+        type=Path,
+        metavar="FILE",
+        help="JSON as in kernels/flydsl/budget.json: exit 1 where a figure is above its own",
+    )
     common.as_json(sub)
 
 

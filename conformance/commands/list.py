@@ -15,9 +15,15 @@ LISTS = ("builds", "cases", "gates", "faults", "formats", "profiles", "accumulat
 
 
 def options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("listing", nargs="?", choices=list(LISTS), metavar="WHAT", help=", ".join(LISTS))
-    sub.add_argument("--op", choices=list(OPS), help="only of this op")
-    sub.add_argument("--tier", choices=common.TIERS, default="smoke", help="whose cases (default smoke)")
+    sub.add_argument(
+        "listing",
+        nargs="?",
+        choices=list(LISTS),
+        metavar="WHAT",
+        help=f"{', '.join(LISTS)} (default: how many of each)",
+    )
+    sub.add_argument("--op", choices=list(OPS), help="builds, cases and faults of this op alone")
+    sub.add_argument("--tier", choices=common.TIERS, default="smoke", help="cases of this tier (default smoke)")
     common.as_json(sub)
 
 
@@ -39,7 +45,9 @@ def command(args: argparse.Namespace) -> int:
     rows = found[args.listing]
     if rows:
         numbers = [name for name, value in rows[0].items() if isinstance(value, int | float)]
-        text.table(to, list(rows[0]), [[str(value) for value in row.values()] for row in rows], numbers)
+        # Of the same op as the build that replaces it.
+        cells = [[str(v).rpartition("/")[2] if name == "replaces" else str(v) for name, v in r.items()] for r in rows]
+        text.table(to, list(rows[0]), cells, numbers)
     return 0
 
 
@@ -78,7 +86,7 @@ def _listing(what: str, op: str | None, tier: str) -> list[dict[str, Any]]:
     if what == "formats":
         return [
             {"format": f.name, "emax": f.emax, "mantissa": f.mantissa_bits, "max": f.max_finite,
-             "nan": " ".join(f"0x{code:02x}" for code in f.nan_codes), "tag": f.tag}
+             "nan": " ".join(f"0x{code:02x}" for code in f.nan_codes), "tag": f.tag or "-"}
             for f in oracle.FORMATS.values()
         ]  # fmt: skip
     if what == "profiles":
@@ -105,8 +113,11 @@ def _builds(gate: str) -> str:
 
 
 def _formats(names: Sequence[str]) -> str:
-    fp8 = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
-    return ",".join(["fp8", *(n for n in names if n not in fp8)] if set(names) >= set(fp8) else names)
+    fnuz = ("e4m3fnuz", "e5m2fnuz")
+    for group, members in (("fp8", ("e4m3fn", "e5m2", *fnuz)), ("fnuz", fnuz)):
+        if set(names) >= set(members):
+            names = [group, *(n for n in names if n not in members)]
+    return ",".join(names)
 
 
 def _first_line(function: Any) -> str:

@@ -14,7 +14,11 @@ from mxgate.kernels.build import called
 def options(sub: argparse.ArgumentParser) -> None:
     failed.options(sub)
     sub.add_argument(
-        "--out", type=Path, default=Path("minimal.safetensors"), metavar="FILE", help="default: minimal.safetensors"
+        "--out",
+        type=Path,
+        default=Path("minimal.safetensors"),
+        metavar="FILE",
+        help="where what is left goes (default minimal.safetensors)",
     )
     common.limits(sub, None)
 

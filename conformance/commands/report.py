@@ -12,12 +12,12 @@ from mxgate.conformance.commands.usage import UsageError
 
 
 def options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", nargs="+", type=Path, metavar="DIR", help="an --out of `mxgate run`")
+    sub.add_argument("folder", nargs="+", type=Path, metavar="DIR", help="where `mxgate run` left results: its --out")
     sub.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where junit.xml and certificates go (default: the folder itself; of several, .mxgate/report)",
+        help="where junit.xml and certificates go (default: DIR; of several, .mxgate/report)",
     )
     common.as_html(sub)
     common.as_json(sub)

@@ -15,38 +15,41 @@ from mxgate.kernels.build import OPS
 
 
 def options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--op", choices=list(OPS), help="only this op (and what an outside --build computes)")
+    sub.add_argument("--op", choices=list(OPS), help="only this op; also what a --build from a file computes")
     sub.add_argument(
         "--build",
         action="append",
         default=[],
         metavar="NAME",
         help="a name from `mxgate list builds`, or path/to/file.py:callable (mxgate.toml beside it states its terms); "
-        "may be repeated (default: CPU builds)",
+        "may be repeated (default: all that --device says)",
     )
     sub.add_argument(
         "--device",
         choices=list(DEVICES),
-        help="builds for the CPU, emulated ones (among them a file of FlyDSL launches), for a GPU (cuda), Triton's "
-        "interpreted on the CPU (slow: give cases), or all but these (default: those for the CPU and emulated ones, "
-        "of the production tier the CPU's alone)",
+        help="which builds: for the CPU, emulated (emu: gfx950 machine code, or a file of FlyDSL launches), for this "
+        "machine's GPU (cuda), Triton's interpreted on the CPU (slow: give --case), or all but interpreted ones "
+        "(default: cpu and emu; of the production tier cpu)",
     )
     sub.add_argument(
         "--case",
         action="append",
         default=[],
         metavar="ID",
-        help="a case id or a pattern such as 'wgrad/*/signature'; may be repeated",
+        help="an id from `mxgate list cases`, or a pattern such as 'wgrad/*/signature'; may be repeated",
     )
-    common.recorded(sub)
+    common.recorded(sub, "its calls instead of the tier's cases")
     sub.add_argument(
-        "--gate", action="append", metavar="NAME", help="only this gate; may be repeated (never enough for an accept)"
+        "--gate",
+        action="append",
+        metavar="NAME",
+        help="only this gate of `mxgate list gates`; may be repeated (never enough for an accept)",
     )
     sub.add_argument(
         "--tier",
         choices=common.TIERS,
         default="smoke",
-        help="how many cases and repeats (default smoke; production: smoke and the large shapes)",
+        help="how much (default smoke; full: every tile edge, more repeats; production: smoke and the large shapes)",
     )
     sub.add_argument("--seed", type=common.salt, default=0, metavar="N", help="the same cases with other data")
     sub.add_argument(
@@ -57,7 +60,7 @@ def options(sub: argparse.ArgumentParser) -> None:
         type=Path,
         default=common.STATE,
         metavar="DIR",
-        help="where results go, and where a stopped run resumes (default .mxgate)",
+        help="where results go, and where a stopped run goes on (default .mxgate)",
     )
     sub.add_argument("--fresh", action="store_true", help="judge everything again, whatever earlier results say")
     sub.add_argument(

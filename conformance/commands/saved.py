@@ -99,7 +99,9 @@ def read_plan(folder: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise UsageError(f"{folder / 'run.json'} is not what `mxgate run` writes; run it again")
+    raise UsageError(
+        f"{folder / 'run.json'} is not what `mxgate run` writes (damaged, or another version's); run it again"
+    )
 
 
 def last_run() -> Path | None:

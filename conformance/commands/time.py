@@ -16,7 +16,13 @@ from mxgate.kernels.gpu import is_emulated, is_gpu
 
 
 def options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("certificate", nargs="+", type=Path, metavar="CERTIFICATE", help="a file of .mxgate/certificates")
+    sub.add_argument(
+        "certificate",
+        nargs="+",
+        type=Path,
+        metavar="CERTIFICATE",
+        help="what `mxgate run` wrote for an accepted build, such as .mxgate/certificates/wgrad-mine.json",
+    )
     sub.add_argument(
         "--case", metavar="ID", help="on a CPU: the case to time (default: the largest that all certificates cover)"
     )

@@ -14,16 +14,28 @@ from mxgate.conformance.commands.usage import UsageError, unknown
 
 def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--steps", type=common.COUNT, default=60, metavar="N", help="training steps (default 60, those that are judged)"
+        "--steps",
+        type=common.COUNT,
+        default=60,
+        metavar="N",
+        help="training steps (default 60; the first 60 are judged)",
     )
     sub.add_argument(
         "--recipe", action="append", metavar="NAME", help="such as 'e4m3' or 'e5m2 gradients'; repeatable (default all)"
     )
     sub.add_argument(
-        "--build", action="append", default=[], metavar="NAME", help="a build to train on, at most one an op"
+        "--build",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name from `mxgate list builds`: what to train on, at most one an op (default torch_dequant)",
     )
     sub.add_argument(
-        "--out", type=Path, default=common.STATE / "training", metavar="DIR", help="default .mxgate/training"
+        "--out",
+        type=Path,
+        default=common.STATE / "training",
+        metavar="DIR",
+        help="where the losses go (default .mxgate/training)",
     )
     common.as_json(sub)
 
@@ -40,10 +52,11 @@ def command(args: argparse.Namespace) -> int:
         if name not in training.RECIPES:
             raise UsageError(unknown("recipe", name, list(training.RECIPES)))
     builds = {op: f"{op}/torch_dequant" for op in training.OPS}
-    for build in choose_builds(args.build, None) if args.build else ():
-        if build.op not in builds:
-            raise UsageError(f"{build.id} computes {build.op}; expected builds of {', '.join(builds)}")
-        builds[build.op] = build.id
+    for name in args.build:
+        named = choose_builds([name], None)
+        if not (trained := [b for b in named if b.op in builds]):
+            raise UsageError(f"{named[0].id} computes {named[0].op}; expected builds of {', '.join(builds)}")
+        builds |= {b.op: b.id for b in trained}
     recipes = training.recipes(names, {op: choose_builds([name], op)[0] for op, name in builds.items()})
     with text.Watch("steps") as step:
         curves = training.compare(recipes, args.steps, step)

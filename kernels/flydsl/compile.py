@@ -211,7 +211,8 @@ def difference(kernel: str, fresh: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="mxgate.kernels.flydsl.compile", description="Write the machine code of the kernels."
+        prog="python -m mxgate.kernels.flydsl.compile",
+        description=f"Write the machine code of the kernels, which {PACKAGE} compiles, to {FIXTURES.name}/.",
     )
     parser.add_argument("--check", action="store_true", help="compare with the committed texts and write nothing")
     check = parser.parse_args(argv).check

@@ -7,6 +7,7 @@ nor that their shared memory fits.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 import time
@@ -149,7 +150,13 @@ def compile_job(job: Job, target: str) -> Any:
     return triton.compile(source, target=TARGETS[target], options=dict(job.options))
 
 
-def main(targets: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mxgate.kernels.triton.compile",
+        description="Does every kernel compile, on a machine without a GPU?",
+    )
+    parser.add_argument("target", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)} (default: all)")
+    targets = parser.parse_args(argv).target
     if triton.knobs.runtime.interpret:
         print("TRITON_INTERPRET is set: there is nothing to compile", file=sys.stderr)
         return 2
@@ -171,4 +178,4 @@ def main(targets: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -6,7 +6,9 @@ format, and always when rounding is stochastic; else the device's conversion rou
 is exact where it matters (what float32 loses below 2^-149 is far below half of any format's smallest step).
 
 Stochastic rounding takes its bits from the seed and the element's place in the flattened array, by the oracle's
-generator (SplitMix64 as a counter), so the two agree bit for bit.
+generator (SplitMix64 as a counter), so the two agree bit for bit. Of an element's 64 bits the first 32 decide alone,
+unless it is smaller than 2^-8 of the format's smallest step: a tile without such elements adds noise and truncates, in
+32 bits, another does as the oracle does, a piece at a time.
 
 Both axes read every element once and write one byte and 1/32 of one: blocks along the last axis are rows of a tile,
 blocks along another axis are its columns, so that neighbouring threads read neighbouring elements either way.
@@ -43,6 +45,11 @@ FLOAT32 = tl.constexpr(0)
 BFLOAT16 = tl.constexpr(1)
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 INFINITY = tl.constexpr(0x7F800000)
+
+# Ways to round: to nearest even; stochastic in 32 bits, which tiny elements are too small for; stochastic in 64.
+EVEN = tl.constexpr(0)
+NOISE = tl.constexpr(1)
+DRAW = tl.constexpr(2)
 
 
 @triton.constexpr_function
@@ -88,6 +95,58 @@ def mixed(z):
 
 
 @triton.jit
+def states(rows, columns, key):
+    """The generator's states, uint64, of the places rows[:, None] + columns[None, :] (int64) of the flattened array."""
+    golden = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
+    first = key.to(tl.int64).to(tl.uint64, bitcast=True) + golden
+    return (rows.to(tl.uint64) * golden + first)[:, None] + (columns.to(tl.uint64) * golden)[None, :]
+
+
+@triton.jit
+def scaled(bits, byte):
+    """float32 x * 2^(127 - byte) of float32 bits, under scale bytes of the same shape; x of a NaN block."""
+    scale = tl.where(byte == NAN_SCALE, 0x3F800000, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    return bits.to(tl.float32, bitcast=True) * scale
+
+
+@triton.jit
+def has_tiny(bits, byte, FORMAT: tl.constexpr):
+    """Whether a tile holds an element, other than 0, whose rounding 32 random bits may not decide."""
+    magnitude = scaled(bits, byte).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    least: tl.constexpr = (128 - bias(FORMAT) - mantissa_bits(FORMAT) - 8) << 23  # 2^-8 of the smallest step
+    # As unsigned numbers, where 0 less 1 is the largest of all.
+    return tl.min(tl.min((magnitude - 1).to(tl.uint32, bitcast=True), 1), 0) < least - 1
+
+
+@triton.jit
+def add_noise(bits, byte, random, FORMAT: tl.constexpr):
+    """As stochastic `encode` without signs and without saturation, for what is not tiny; random: 32 bits, uint32.
+
+    Up where the random bits are below the dropped ones, as fractions of a step: where the complement of as many random
+    bits as are dropped, added, carries into what is kept.
+    """
+    m: tl.constexpr = mantissa_bits(FORMAT)
+    lowest: tl.constexpr = 128 - bias(FORMAT)
+    magnitude = scaled(bits, byte).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.minimum(magnitude >> 23, lowest)
+    down = (23 - m) + lowest - exponent  # 20 .. 31
+    kept = magnitude - ((exponent - 1) << 23)  # a significand of 24 bits, above the lowest binade an exponent too
+    noise = (random ^ 0xFFFFFFFF) >> (32 - down).to(tl.uint32)
+    return ((kept.to(tl.uint32) + noise) >> down.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def with_sign(code, bits, FORMAT: tl.constexpr):
+    """Codes (int32) saturated, with the signs of float32 bits."""
+    most: tl.constexpr = max_code(FORMAT)
+    code = tl.minimum(code, most)
+    signed = code | ((bits >> 24) & 0x80)
+    if is_fnuz(FORMAT):
+        signed = tl.where(code == 0, 0, signed)
+    return signed
+
+
+@triton.jit
 def encode(bits, byte, at, key, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes (int32) of float32 bits divided by 2^(byte - 127), saturating; at: places in the flattened array."""
     m: tl.constexpr = mantissa_bits(FORMAT)
@@ -112,10 +171,9 @@ def encode(bits, byte, at, key, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
         up_by = tl.minimum(tl.maximum(64 - wide, 0), 63).to(tl.uint64)
         down_by = tl.minimum(tl.maximum(wide - 64, 0), 63).to(tl.uint64)
         threshold = tl.where(dropped <= 64, rest << up_by, whole >> down_by)
-        golden = tl.full(whole.shape, 0x9E3779B97F4A7C15, tl.uint64)
-        random = mixed(key.to(tl.uint64, bitcast=True) + (at.to(tl.uint64) + one) * golden)
         kept = (whole >> down).to(tl.int32)
-        up = random < threshold
+        golden = tl.full(whole.shape, 0x9E3779B97F4A7C15, tl.uint64)
+        up = mixed(key.to(tl.int64).to(tl.uint64, bitcast=True) + (at.to(tl.uint64) + one) * golden) < threshold
     else:
         down = tl.minimum(dropped, 26)  # from here on nothing is kept and what is dropped is below one half
         kept = significand >> down
@@ -123,35 +181,61 @@ def encode(bits, byte, at, key, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
         half = 1 << (down - 1)
         up = (rest > half) | ((rest == half) & ((kept & 1) == 1))
     code = kept + up.to(tl.int32) + ((binade - lowest) << m)
-    most: tl.constexpr = max_code(FORMAT)
-    code = tl.where(significand == 0, 0, tl.minimum(code, most))
-    signed = code | ((bits >> 24) & 0x80)
-    if is_fnuz(FORMAT):
-        signed = tl.where(code == 0, 0, signed)
-    return signed
+    return with_sign(tl.where(significand == 0, 0, code), bits, FORMAT)
 
 
 @triton.jit
-def codes_of(bits, byte, at, key, FORMAT: tl.constexpr, NATIVE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """uint8 codes of float32 bits under scale bytes of the same shape."""
-    if NATIVE and not STOCHASTIC:
-        scale = tl.where(byte == NAN_SCALE, 0x3F800000, (254 - byte) << 23).to(tl.float32, bitcast=True)
-        scaled = bits.to(tl.float32, bitcast=True) * scale
+def codes_of(bits, byte, rows, columns, key, FORMAT: tl.constexpr, NATIVE: tl.constexpr, WAY: tl.constexpr):
+    """uint8 codes of float32 bits under scale bytes of the same shape; rows, columns: their places, see states."""
+    # The elements of a NaN block are overwritten; any ordinary byte will do for them.
+    usable = tl.where(byte == NAN_SCALE, 127, byte)
+    if WAY == NOISE:
+        random = (mixed(states(rows, columns, key)) >> 32).to(tl.uint32)
+        code = with_sign(add_noise(bits, byte, random, FORMAT), bits, FORMAT).to(tl.uint8)
+    elif WAY == DRAW:
+        code = encode(bits, usable, rows[:, None] + columns[None, :], key, FORMAT, True).to(tl.uint8)
+    elif NATIVE:
+        x = scaled(bits, byte)
         if FORMAT == E5M2:
-            scaled = tl.minimum(tl.maximum(scaled, -57344.0), 57344.0)
-            code = scaled.to(tl.float8e5).to(tl.uint8, bitcast=True)
+            code = tl.minimum(tl.maximum(x, -57344.0), 57344.0).to(tl.float8e5).to(tl.uint8, bitcast=True)
         else:
-            scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
-            code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+            code = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
-        # The elements of a NaN block are overwritten; any ordinary byte will do for them.
-        usable = tl.where(byte == NAN_SCALE, 127, byte)
-        code = encode(bits, usable, at, key, FORMAT, STOCHASTIC).to(tl.uint8)
+        code = encode(bits, usable, usable, key, FORMAT, False).to(tl.uint8)
     nan: tl.constexpr = nan_code(FORMAT)
     return tl.where(byte == NAN_SCALE, nan, code).to(tl.uint8)
 
 
 @triton.jit
+def last_axis_tile(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    first,
+    blocks,
+    key,
+    KIND: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WAY: tl.constexpr,
+    B: tl.constexpr,
+):
+    """B blocks from `first` on; by NOISE only scales, and True, for a tile that needs DRAW."""
+    which = first + tl.arange(0, B)
+    at = which[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = (which < blocks)[:, None] & (at >= 0)
+    bits = load_bits(x_ptr, at, mask, KIND)
+    byte = scale_byte(tl.max(bits & 0x7FFFFFFF, 1), FORMAT)
+    wide = byte[:, None] + tl.zeros((B, BLOCK), tl.int32)
+    left = has_tiny(bits, wide, FORMAT) if WAY == NOISE else False
+    if not left:
+        codes = codes_of(bits, wide, which * BLOCK, tl.arange(0, BLOCK), key, FORMAT, NATIVE, WAY)
+        tl.store(codes_ptr + at, codes, mask=mask)
+    tl.store(scales_ptr + which, byte.to(tl.uint8), mask=which < blocks)
+    return left
+
+
+@triton.jit(do_not_specialize=["key"])
 def last_axis_kernel(
     x_ptr,
     codes_ptr,
@@ -165,17 +249,56 @@ def last_axis_kernel(
     B: tl.constexpr,
 ):
     """Blocks of 32 consecutive elements, B of them a program."""
-    which = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    at = which[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = (which < blocks)[:, None] & (at >= 0)
-    bits = load_bits(x_ptr, at, mask, KIND)
-    byte = scale_byte(tl.max(bits & 0x7FFFFFFF, 1), FORMAT)
-    codes = codes_of(bits, byte[:, None] + tl.zeros((B, BLOCK), tl.int32), at, key, FORMAT, NATIVE, STOCHASTIC)
-    tl.store(codes_ptr + at, codes, mask=mask)
-    tl.store(scales_ptr + which, byte.to(tl.uint8), mask=which < blocks)
+    WAY: tl.constexpr = NOISE if STOCHASTIC else EVEN
+    PIECE: tl.constexpr = B // 8
+    first = tl.program_id(0).to(tl.int64) * B
+    left = last_axis_tile(x_ptr, codes_ptr, scales_ptr, first, blocks, key, KIND, FORMAT, NATIVE, WAY, B)
+    if left:
+        for low in range(0, B, PIECE):
+            last_axis_tile(x_ptr, codes_ptr, scales_ptr, first + low, blocks, key, KIND, FORMAT, NATIVE, DRAW, PIECE)
 
 
 @triton.jit
+def other_axis_tile(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    group,
+    first,
+    inner,
+    key,
+    KIND: tl.constexpr,
+    FORMAT: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WAY: tl.constexpr,
+    SQUARE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """C columns from `first` on of 32 rows; else as last_axis_tile."""
+    columns = first + tl.arange(0, C)
+    rows = (group * BLOCK + tl.arange(0, BLOCK)) * inner
+    at = rows[:, None] + columns[None, :]
+    mask = (columns < inner)[None, :] & (tl.arange(0, BLOCK) >= 0)[:, None]
+    bits = load_bits(x_ptr, at, mask, KIND)
+    largest = tl.max(bits & 0x7FFFFFFF, 0)
+    if SQUARE:
+        largest = tl.max(tl.reshape(largest, (C // BLOCK, BLOCK)), 1)
+        byte = scale_byte(largest, FORMAT)
+        squares = first // BLOCK + tl.arange(0, C // BLOCK)
+        tl.store(scales_ptr + group * (inner // BLOCK) + squares, byte.to(tl.uint8), mask=squares * BLOCK < inner)
+        byte = tl.reshape(byte[:, None] + tl.zeros((C // BLOCK, BLOCK), tl.int32), (C,))
+    else:
+        byte = scale_byte(largest, FORMAT)
+        tl.store(scales_ptr + group * inner + columns, byte.to(tl.uint8), mask=columns < inner)
+    wide = byte[None, :] + tl.zeros((BLOCK, C), tl.int32)
+    left = has_tiny(bits, wide, FORMAT) if WAY == NOISE else False
+    if not left:
+        codes = codes_of(bits, wide, rows, columns, key, FORMAT, NATIVE, WAY)
+        tl.store(codes_ptr + at, codes, mask=mask)
+    return left
+
+
+@triton.jit(do_not_specialize=["key"])
 def other_axis_kernel(
     x_ptr,
     codes_ptr,
@@ -190,25 +313,16 @@ def other_axis_kernel(
     C: tl.constexpr,
 ):
     """Blocks of 32 elements that lie `inner` apart, C of them a program; with SQUARE 32 neighbours share a scale."""
+    WAY: tl.constexpr = NOISE if STOCHASTIC else EVEN
     across = tl.cdiv(inner, C)
     group = (tl.program_id(0) // across).to(tl.int64)
-    column = tl.program_id(0) % across
-    columns = column * C + tl.arange(0, C)
-    at = (group * BLOCK + tl.arange(0, BLOCK))[:, None] * inner + columns[None, :]
-    mask = (columns < inner)[None, :] & (tl.arange(0, BLOCK) >= 0)[:, None]
-    bits = load_bits(x_ptr, at, mask, KIND)
-    largest = tl.max(bits & 0x7FFFFFFF, 0)
-    if SQUARE:
-        largest = tl.max(tl.reshape(largest, (C // BLOCK, BLOCK)), 1)
-        byte = scale_byte(largest, FORMAT)
-        squares = column * (C // BLOCK) + tl.arange(0, C // BLOCK)
-        tl.store(scales_ptr + group * (inner // BLOCK) + squares, byte.to(tl.uint8), mask=squares * BLOCK < inner)
-        byte = tl.reshape(byte[:, None] + tl.zeros((C // BLOCK, BLOCK), tl.int32), (C,))
-    else:
-        byte = scale_byte(largest, FORMAT)
-        tl.store(scales_ptr + group * inner + columns, byte.to(tl.uint8), mask=columns < inner)
-    codes = codes_of(bits, byte[None, :] + tl.zeros((BLOCK, C), tl.int32), at, key, FORMAT, NATIVE, STOCHASTIC)
-    tl.store(codes_ptr + at, codes, mask=mask)
+    first = tl.program_id(0) % across * C
+    left = other_axis_tile(x_ptr, codes_ptr, scales_ptr, group, first, inner, key, KIND, FORMAT, NATIVE, WAY, SQUARE, C)
+    if left:
+        for low in range(0, C, BLOCK):
+            other_axis_tile(
+                x_ptr, codes_ptr, scales_ptr, group, first + low, inner, key, KIND, FORMAT, NATIVE, DRAW, SQUARE, BLOCK
+            )
 
 
 def key_of(seed: int) -> int:

@@ -27,7 +27,7 @@ from mxgate.kernels.triton import codec, gemm, mixed_input, moe
 from mxgate.kernels.triton import quantize as quantizer
 from mxgate.oracle import quantize
 from mxgate.oracle.bound import round_to
-from mxgate.oracle.formats import FORMATS, decode, encode, scale_value
+from mxgate.oracle.formats import FORMATS, decode, encode, encode_bits, scale_value
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = DEVICE == "cpu"
@@ -370,6 +370,51 @@ def test_quantizer_gives_the_oracles_bytes(name: str, dtype: Any) -> None:
             elements, scales = quantizer.quantize(tensor(x), axis, format=name, **options)
             assert same(elements, want.codes()), (shape, axis, options)
             assert same(scales, want.scale_codes()), (shape, axis, options)
+
+
+@triton.jit
+def noise_kernel(bits, random, out, FORMAT: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    x = tl.load(bits + at)
+    byte = tl.full((N,), 127, tl.int32)
+    tl.store(out + at, quantizer.add_noise(x, byte, tl.load(random + at).to(tl.uint32, bitcast=True), FORMAT))
+
+
+@pytest.mark.parametrize("name", codec.FORMAT_NAMES)
+def test_half_of_the_random_bits_decide_alone_from_a_256th_of_the_smallest_step_on(name: str) -> None:
+    """Random bits at, beside and far from the threshold, whatever the half that is not asked holds."""
+    row, rng = FORMATS[name], np.random.default_rng(5)
+    least = 128 - row.bias - row.mantissa_bits - 8
+    exponents = np.repeat(np.arange(least, 127 + row.emax), 24)
+    mantissas = rng.integers(0, 1 << 23, exponents.size) >> rng.integers(0, 23, exponents.size)
+    mantissas = np.where(rng.random(exponents.size) < 0.3, (1 << 23) - mantissas - 1, mantissas)
+    down = 23 - row.mantissa_bits + np.maximum(128 - row.bias - exponents, 0)
+    assert 20 <= down.min() and down.max() == 31
+    threshold = ((mantissas + (1 << 23)) << (32 - down)) & 0xFFFFFFFF
+    near = [np.clip(threshold + d, 0, 0xFFFFFFFF) for d in (-1, 0, 1)]
+    high = np.stack([*near, rng.integers(0, 1 << 32, threshold.size)]).astype(np.uint64)
+    bits = np.broadcast_to((exponents << 23) | mantissas, high.shape).astype(np.uint32)
+    random = (high << np.uint64(32)) | rng.integers(0, 1 << 32, high.shape, dtype=np.uint64)
+    want = encode_bits(bits, 127, row, "stochastic", random)
+    padded = [np.zeros(8192, np.int32) for _ in range(2)]
+    for to, array in zip(padded, (bits, high.astype(np.uint32)), strict=True):
+        to[: array.size] = array.reshape(-1).view(np.int32)
+    out = torch.empty(8192, dtype=torch.int32, device=DEVICE)
+    noise_kernel[(1,)](tensor(padded[0]), tensor(padded[1]), out, FORMAT=codec.FORMAT_NAMES.index(name), N=8192)
+    assert np.array_equal(out.cpu().numpy()[: want.size], want.reshape(-1))
+
+
+@pytest.mark.parametrize("name", codec.FORMAT_NAMES)
+def test_tiles_with_tiny_elements_and_without_have_the_oracles_random_bits(name: str) -> None:
+    rng = np.random.default_rng(6)
+    x = np.ldexp(1 + rng.random((64, 1120)), rng.integers(-12, 13, (64, 1120))).astype(np.float32)
+    x[rng.random(x.shape) < 0.05] = 0
+    tiny = x.copy()
+    tiny[3, 40] = tiny[3].max() * np.float32(2.0**-60)
+    for array, axis in itertools.product((x, tiny), (0, 1)):
+        want = quantize(array, axis=axis, format=name, rounding="stochastic", seed=3)
+        elements, scales = quantizer.quantize(tensor(array), axis, format=name, rounding="stochastic", seed=3)
+        assert same(elements, want.codes()) and same(scales, want.scale_codes())
 
 
 def test_quantizer_refuses() -> None:

@@ -128,8 +128,8 @@ def add_noise(bits, byte, random, FORMAT: tl.constexpr):
     m: tl.constexpr = mantissa_bits(FORMAT)
     lowest: tl.constexpr = 128 - bias(FORMAT)
     magnitude = scaled(bits, byte).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    exponent = tl.minimum(magnitude >> 23, lowest)
-    down = (23 - m) + lowest - exponent  # 20 .. 31
+    exponent = tl.maximum(tl.minimum(magnitude >> 23, lowest), 1)  # 1 and 31 below: of 0, of which nothing is kept
+    down = tl.minimum((23 - m) + lowest - exponent, 31)  # 20 .. 31
     kept = magnitude - ((exponent - 1) << 23)  # a significand of 24 bits, above the lowest binade an exponent too
     noise = (random ^ 0xFFFFFFFF) >> (32 - down).to(tl.uint32)
     return ((kept.to(tl.uint32) + noise) >> down.to(tl.uint32)).to(tl.int32)

@@ -621,8 +621,13 @@ print(json.dumps(said))
 @pytest.fixture(scope="module")
 def compiled() -> dict[Any, str | None]:
     """What is wrong with each kernel of COMPILED."""
-    given = {"input": json.dumps(COMPILED), "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env={**os.environ, "TRITON_INTERPRET": "0"}, **given)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        input=json.dumps(COMPILED),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(zip(COMPILED, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

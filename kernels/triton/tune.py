@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import triton
 from torch import Tensor
 
 from mxgate.kernels import torch_cuda
-from mxgate.kernels.triton import gemm
+from mxgate.kernels.triton import gemm, mixed_input
 from mxgate.kernels.triton.gemm import Tile
 from mxgate.kernels.triton.quantize import dequantize, quantize
 
@@ -47,6 +48,15 @@ TILES = {
             Tile(rows, columns, length, 8, warps, stages)
             for (rows, columns), (length, warps, stages) in itertools.product(
                 ((128, 128), (128, 256), (256, 128), (64, 256)), ((32, 8, 4), (64, 8, 3), (64, 4, 3), (128, 8, 2))
+            )
+        ),
+    ),
+    "mixed": (
+        Tile(64, 256, 64, 8, 4, 3, programs=2, registers=255),
+        *(
+            Tile(rows, columns, length, 8, warps, stages)
+            for (rows, columns), (length, warps, stages) in itertools.product(
+                ((128, 128), (128, 256), (64, 256)), ((32, 8, 4), (64, 8, 3), (64, 4, 3), (64, 8, 2))
             )
         ),
     ),
@@ -82,30 +92,31 @@ def bandwidth(quick: bool) -> float:
 
 def tune(shape: Shape, op: str, copy: float, quick: bool) -> None:
     m, experts = sum(shape.tokens), len(shape.tokens)
-    offsets = torch.tensor(list(itertools.accumulate(shape.tokens)), dtype=torch.int32, device="cuda")
     if op == "wgrad":
         a, b = random_planes(shape.n, m), random_planes(shape.k, m)
     else:
         a, b = random_planes(m, shape.k), random_planes(experts, shape.n, shape.k)
-    far = torch.zeros(1, dtype=torch.int32, device="cuda")
+    offsets = torch.tensor(list(itertools.accumulate(shape.tokens)), dtype=torch.int32, device=a[0].device)
+    far = torch.zeros(1, dtype=torch.int32, device=a[0].device)
     wide = dequantize(*a, far), dequantize(*b, far)
     baseline = torch_cuda.bf16_wgrad if op == "wgrad" else torch_cuda.bf16_forward
     base = milliseconds(lambda: baseline(*wide, offsets), quick)
     flops = 2.0 * m * shape.n * shape.k
     print(f"\n{op} {shape.name}: bfloat16 grouped_mm {base:.3f} ms, {flops / base / 1e9:.0f} TFLOP/s")
-    function: Any = getattr(gemm, op)
     two_pass = milliseconds(lambda: getattr(torch_cuda, op)(*a, *b, offsets), quick)
     moved = 3.03125 * (a[0].numel() + b[0].numel())
     limit = base / (base + moved / copy * 1e3)
     print(f"  two passes {two_pass:.3f} ms, {base / two_pass:.3f}x; their limit {limit:.3f}x")
-    for product, settings in TILES.items():
-        want = function(*a, *b, offsets, product=product)
+    functions = {name: partial(getattr(gemm, op), product=name) for name in TILES if name != "mixed"}
+    if op == "wgrad":
+        functions["mixed"] = mixed_input.wgrad
+    for product, function in functions.items():
+        want = function(*a, *b, offsets)
         timed: list[tuple[float, Tile]] = []
-        for tile in settings[:: 3 if quick else 1]:
+        for tile in TILES[product][:: 3 if quick else 1]:
 
-            def call(tile: Tile = tile, product: str = product) -> Tensor:
-                result: Tensor = function(*a, *b, offsets, product=product, tile=tile)
-                return result
+            def call(tile: Tile = tile, function: Callable[..., Tensor] = function) -> Tensor:
+                return function(*a, *b, offsets, tile=tile)
 
             try:
                 got = call()

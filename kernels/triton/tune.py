@@ -107,9 +107,11 @@ def tune(shape: Shape, op: str, copy: float, quick: bool) -> None:
     moved = 3.03125 * (a[0].numel() + b[0].numel())
     limit = base / (base + moved / copy * 1e3)
     print(f"  two passes {two_pass:.3f} ms, {base / two_pass:.3f}x; their limit {limit:.3f}x")
-    functions = {name: partial(getattr(gemm, op), product=name) for name in TILES if name != "mixed"}
-    if op == "wgrad":
-        functions["mixed"] = mixed_input.wgrad
+    functions: dict[str, Callable[..., Tensor]] = {
+        name: mixed_input.wgrad if name == "mixed" else partial(getattr(gemm, op), product=name)
+        for name in TILES
+        if (name, op) != ("mixed", "forward")
+    }
     for product, function in functions.items():
         want = function(*a, *b, offsets)
         timed: list[tuple[float, Tile]] = []

@@ -20,17 +20,25 @@ from mxgate import oracle
 from mxgate.kernels.build import BLOCK, Build, BuildError, registry
 from mxgate.kernels.gpu import is_gpu
 from mxgate.kernels.tensors import to_array, to_tensor
+from mxgate.oracle.formats import FORMATS
+from mxgate.oracle.groups import check_offsets
+from mxgate.oracle.scales import Profile, profile_for
 
 OPS = ("forward", "dgrad", "wgrad")
 _ELEMENTS = {name: getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")}
+
+
+class LaunchError(RuntimeError):
+    """A build raised, or returned something else than its op's result, in the middle of a training step."""
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How to train: the builds of the three GEMMs and what they are given.
 
-    activations, weights, gradients: element formats. profile: of oracle.PROFILES. stochastic: round gradients so, with
-    `seed` and the number of the call. BuildError for builds of other ops, or that do not take the formats.
+    activations, weights, gradients: element formats. profile: of oracle.PROFILES by name, or one of your own.
+    stochastic: round gradients so, with `seed` and the number of the call. BuildError for builds of other ops, and for
+    formats that a build or the profile does not have.
     """
 
     forward: Build
@@ -39,7 +47,7 @@ class Recipe:
     activations: str = "e4m3fn"
     weights: str = "e4m3fn"
     gradients: str = "e4m3fn"
-    profile: str = "ocp"
+    profile: str | Profile = "ocp"
     stochastic: bool = False
     seed: int = 0
     _calls: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)
@@ -51,24 +59,36 @@ class Recipe:
             build: Build = getattr(self, op)
             if build.op != op:
                 raise BuildError(f"{build.id} computes {build.op}; expected a build of {op}")
+            if "bfloat16" not in build.out_dtypes:
+                raise BuildError(f"{build.id} writes {', '.join(build.out_dtypes)}; training needs bfloat16")
             if build.scale_layout != "plain":
                 raise BuildError(f"{build.id} takes its scales as {build.scale_layout}; only plain ones are made here")
             for format in formats:
                 if format not in _ELEMENTS or format not in build.formats:
                     raise BuildError(f"{build.id} does not take {format!r}; expected one of {', '.join(build.formats)}")
-        if self.profile not in oracle.PROFILES:
-            raise BuildError(f"no profile named {self.profile!r}; expected one of {', '.join(oracle.PROFILES)}")
+        try:
+            for format in (x, w, dy):
+                profile_for(self.profile, FORMATS[format])
+        except ValueError as error:
+            raise BuildError(str(error)) from None
 
-    def run(self, op: str, operands: Sequence[Tensor]) -> Tensor:
-        """The build's answer, bfloat16."""
+    def run(self, op: str, operands: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        """The build's answer, bfloat16 of this shape. LaunchError."""
         build: Build = getattr(self, op)
         if op not in self._loaded:
             self._loaded[op] = build.load()
-        if build.arrays == "torch":
-            given = [t.cuda() for t in operands] if is_gpu(build.device) else operands
-            out: Tensor = self._loaded[op](*given)
-            return out.to(operands[0].device)
-        return to_tensor(self._loaded[op](*(to_array(t) for t in operands))).to(operands[0].device)
+        function, on_gpu = self._loaded[op], is_gpu(build.device)
+        try:
+            if build.arrays == "torch":
+                out = function(*(t.cuda() if on_gpu else t for t in operands))
+            else:
+                out = to_tensor(function(*(to_array(t) for t in operands)))
+        except Exception as error:
+            raise LaunchError(f"{build.id} raised {type(error).__name__}: {error}") from error
+        if not isinstance(out, Tensor) or out.shape != shape or out.dtype != torch.bfloat16:
+            got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise LaunchError(f"{build.id} returned {got}; expected torch.bfloat16 {shape}")
+        return out.to(operands[0].device)
 
     def quantize(self, x: Tensor, axis: int, format: str, *, gradient: bool = False) -> tuple[Tensor, Tensor]:
         """(elements, scales) of x in blocks of 32 along `axis`."""
@@ -97,7 +117,8 @@ def recipe(
 def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, how: Recipe) -> Tensor:
     """y[g] = x[g] w[g]^T, bfloat16 [M, N], differentiable. x [M, K], w [E, N, K], offsets int32 [E], cumulative ends.
 
-    N and K must be multiples of 32, and so must every group where w needs a gradient. ValueError otherwise.
+    N and K must be multiples of 32, and so must every group where w needs a gradient. ValueError, TypeError;
+    LaunchError where a build fails.
     """
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[2] or offsets.shape != w.shape[:1]:
         shapes = f"x {tuple(x.shape)}, w {tuple(w.shape)}, offsets {tuple(offsets.shape)}"
@@ -106,6 +127,7 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, how: Recipe) -> Tensor:
         raise ValueError(f"w is {tuple(w.shape)}; expected N and K in multiples of {BLOCK}")
     used = (how.forward, *((how.dgrad,) if x.requires_grad else ()), *((how.wgrad,) if w.requires_grad else ()))
     align = max(BLOCK if w.requires_grad else 1, *(build.group_alignment for build in used))
+    check_offsets(offsets.detach().cpu().numpy(), len(x))
     if bool((offsets % align).any()):
         raise ValueError(
             f"groups end at {offsets.tolist()[:8]}; these builds, and a weight gradient in MXFP8, need multiples of "
@@ -121,7 +143,7 @@ class _GroupedMM(torch.autograd.Function):
         ctx.save_for_backward(x, w, offsets)
         ctx.how = how
         operands = (*how.quantize(x, 1, how.activations), *how.quantize(w, 2, how.weights))
-        return how.run("forward", (*operands, offsets))
+        return how.run("forward", (*operands, offsets), (x.shape[0], w.shape[1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -130,11 +152,12 @@ class _GroupedMM(torch.autograd.Function):
         dy, dx, dw = grads[0], None, None
         if ctx.needs_input_grad[0]:
             operands = (*how.quantize(dy, 1, how.gradients, gradient=True), *how.quantize(w, 1, how.weights))
-            dx = how.run("dgrad", (*operands, offsets)).to(x.dtype)
+            dx = how.run("dgrad", (*operands, offsets), tuple(x.shape)).to(x.dtype)
         if ctx.needs_input_grad[1]:
             dy_t, x_t = (torch.nn.functional.pad(t, (0, 0, 0, -len(t) % BLOCK)).t() for t in (dy, x))
             left = how.quantize(dy_t, 1, how.gradients, gradient=True)
-            dw = how.run("wgrad", (*left, *how.quantize(x_t, 1, how.activations), offsets)).to(w.dtype)
+            right = how.quantize(x_t, 1, how.activations)
+            dw = how.run("wgrad", (*left, *right, offsets), tuple(w.shape)).to(w.dtype)
         return dx, dw, None, None
 
 

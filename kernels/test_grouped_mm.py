@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mxgate import oracle
 from mxgate.kernels.build import BuildError, registry
-from mxgate.kernels.grouped_mm import Recipe, grouped_mm, mx_weight, recipe
+from mxgate.kernels.grouped_mm import LaunchError, Recipe, grouped_mm, mx_weight, recipe
 from mxgate.kernels.tensors import to_array
 
 ENDS = torch.tensor([32, 32, 96], dtype=torch.int32)
@@ -98,26 +98,40 @@ def test_stochastic_gradients_repeat_with_the_seed_and_differ_between_calls() ->
 def test_what_is_refused() -> None:
     x, w, _ = operands()
     p = mx_weight(w, recipe())
-    odd = torch.tensor([32, 40, 96], dtype=torch.int32)
+    odd, falling, long = (torch.tensor([32, end, 96], dtype=torch.int32) for end in (40, 0, 128))
     for call, words in (
         (lambda: F.grouped_mm(x, p.transpose(-2, -1), offs=ENDS, bias=torch.zeros(3, 32)), "takes no bias"),
         (lambda: F.grouped_mm(x, p.transpose(-2, -1)), "without offsets"),
         (lambda: F.grouped_mm(x, p.transpose(-2, -1), offs=ENDS, out_dtype=torch.float32), "writes bfloat16"),
         (lambda: grouped_mm(x, w.clone().requires_grad_(), odd, recipe()), "need multiples of 32 tokens"),
+        (lambda: grouped_mm(x, w, falling, recipe()), "expected no decrease"),
+        (lambda: grouped_mm(x, w, long, recipe()), "past the buffer"),
         (lambda: grouped_mm(x[:, :48], w, ENDS, recipe()), "expected x"),
         (lambda: mx_weight(w[0], recipe()), "expected"),
     ):
         with pytest.raises(ValueError, match=words):
             call()  # type: ignore[no-untyped-call]
+    with pytest.raises(TypeError, match="expected an int32 array"):
+        grouped_mm(x, w, ENDS.long(), recipe())
     for how, words in (
         ({"gradients": "e3m4"}, "does not take 'e3m4'"),
-        ({"profile": "none"}, "no profile named 'none'"),
+        ({"profile": "none"}, "unknown profile 'none'"),
+        ({"profile": "aiter", "gradients": "e5m2"}, "never measured for format 'e5m2'"),
         ({"wgrad": "dgrad/torch_dequant"}, "expected a build of wgrad"),
         ({"wgrad": "wgrad/nobody"}, "no build named 'wgrad/nobody'"),
     ):
         with pytest.raises(BuildError, match=words):
             recipe(**how)
-    assert "wgrad/torch_dequant" in registry()
+    right = recipe()
+    only = replace(right.wgrad, out_dtypes=("float32",))
+    with pytest.raises(BuildError, match="writes float32; training needs bfloat16"):
+        Recipe(right.forward, right.dgrad, only)
+    for loaded, said in (
+        (lambda *given: given[4], "returned torch.int32"),
+        (lambda *given: given[4][9], "raised IndexError"),
+    ):
+        with pytest.raises(LaunchError, match=f"forward/torch_dequant {said}"):
+            grouped_mm(x, w, ENDS, replace(right, _loaded={"forward": loaded}))
 
 
 def test_a_gpu_builds_operands_go_there_and_its_result_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mxgate.conformance.commands import common
 from mxgate.conformance.commands.choose import choose_builds
 from mxgate.conformance.commands.usage import UsageError, unknown
+from mxgate.kernels.build import Build
+from mxgate.kernels.gpu import lacks
+
+OPS = ("forward", "dgrad", "wgrad")
+DEFAULT = "torch_dequant"
+EXITS: Mapping[str, int] = {"accept": 0, "inconclusive": 3, "reject": 1}
 
 
 def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--steps",
-        type=common.COUNT,
-        default=60,
-        metavar="N",
-        help="training steps (default 60; the first 60 are judged)",
-    )
-    sub.add_argument(
-        "--recipe", action="append", metavar="NAME", help="such as 'e4m3' or 'e5m2 gradients'; repeatable (default all)"
+        "certificate",
+        nargs="*",
+        type=Path,
+        metavar="CERTIFICATE",
+        help="train on the builds that hold these (files of .mxgate/certificates), at most one an op",
     )
     sub.add_argument(
         "--build",
         action="append",
         default=[],
         metavar="NAME",
-        help="a name from `mxgate list builds`: what to train on, at most one an op (default torch_dequant)",
+        help="train on a build without a certificate, at most one an op (an op that is left: torch_dequant)",
     )
     sub.add_argument(
-        "--out",
-        type=Path,
-        default=common.STATE / "training",
-        metavar="DIR",
-        help="where the losses go (default .mxgate/training)",
+        "--recipe", action="append", metavar="NAME", help="such as 'e4m3' or 'e5m2 gradients'; repeatable (default all)"
+    )
+    sub.add_argument(
+        "--steps",
+        type=common.COUNT,
+        default=60,
+        metavar="N",
+        help="training steps (default 60; the first 40 are judged, and fewer are inconclusive)",
+    )
+    sub.add_argument(
+        "--out", type=Path, default=common.STATE / "training", metavar="DIR", help="default .mxgate/training"
     )
     common.as_json(sub)
 
@@ -51,34 +60,83 @@ def command(args: argparse.Namespace) -> int:
     for name in names:
         if name not in training.RECIPES:
             raise UsageError(unknown("recipe", name, list(training.RECIPES)))
-    builds = {op: f"{op}/torch_dequant" for op in training.OPS}
-    for name in args.build:
-        named = choose_builds([name], None)
-        if not (trained := [b for b in named if b.op in builds]):
-            raise UsageError(f"{named[0].id} computes {named[0].op}; expected builds of {', '.join(builds)}")
-        builds |= {b.op: b.id for b in trained}
-    recipes = training.recipes(names, {op: choose_builds([name], op)[0] for op, name in builds.items()})
-    with text.Watch("steps") as step:
-        curves = training.compare(recipes, args.steps, step)
+    held = _certified(args.certificate)
+    builds = _builds(held, args.build)
+    recipes = training.recipes(names, builds)
     out = common.writable(args.out)
-    records = [{"recipe": c.name, "losses": c.losses, "distance": c.distance, "accepted": c.accepted} for c in curves]
-    (out / "losses.json").write_text(json.dumps({"builds": builds, "steps": args.steps, "curves": records}) + "\n")
+    try:
+        with text.Watch("steps") as step:
+            curves = training.compare(recipes, args.steps, step)
+    except training.LaunchError as error:
+        raise UsageError(f"{error}; `mxgate run` says more about a build that fails") from None
+    records = [
+        {"recipe": c.name, **c.numbers, "losses": c.losses, "distance": c.distance, "verdict": c.verdict}
+        for c in curves
+    ]
+    ids = {op: build.id for op, build in builds.items()}
+    certified = sorted(build.id for build in held)
+    found = {"builds": ids, "certified": certified, "steps": args.steps, "limit": training.LIMIT, "curves": records}
+    (out / "losses.json").write_text(json.dumps(found) + "\n")
     wrote = f"{out}/losses.json"
-    with contextlib.suppress(ImportError):  # the plot is an extra
+    try:
         training.plot(curves, out / "losses.svg")
         wrote += ", losses.svg"
-    code = int(not all(c.accepted for c in curves))
+    except ImportError:
+        wrote += "; for a plot: pip install 'mxgate[report]'"
+    code = next(EXITS[word] for word in ("reject", "inconclusive", "accept") if word in {c.verdict for c in curves[1:]})
     if args.json:
-        common.print_json(
-            {"command": "train", "builds": builds, "limit": training.LIMIT, "curves": records, "exit": code}
-        )
+        common.print_json({"command": "train", **found, "exit": code})
         return code
     to = text.console()
-    rows = [
-        [c.name, f"{c.last:.4f}", f"{c.distance:.4f}", "accept" if c.accepted else text.cell("reject")] for c in curves
-    ]
-    text.table(to, ["recipe", "last loss", "distance", "verdict"], rows, ["last loss", "distance"])
-    text.say(to, f"{', '.join(builds.values())}; {args.steps} steps; losses in nats a character, means of")
-    text.say(to, f"{training.WINDOW} steps; distance from bf16 in the first {training.HORIZON} steps at most")
-    text.say(to, f"{training.LIMIT}; wrote {wrote}")
+    columns = ["recipe", "X", "W", "dY", "scale", "last loss", "distance", "verdict"]
+    rows = []
+    for c in curves:
+        x, w, dy, rule, _ = c.numbers.values()
+        judged = (
+            ["-", "-"]
+            if c.how is None
+            else [f"{c.distance:.4f}", text.cell("reject") if c.verdict == "reject" else c.verdict]
+        )
+        rows.append([c.name, x, w, dy, rule, f"{c.last:.4f}", *judged])
+    text.table(to, columns, rows, ["last loss", "distance"])
+    bare = [build for build in ids.values() if build not in certified]
+    lacking = "all" if len(bare) == len(ids) else ", ".join(bare) or "none"
+    text.say(to, f"{', '.join(ids.values())}; without a certificate: {lacking}")
+    text.say(to, f"{args.steps} steps; losses in nats a character, the last one a mean of {training.WINDOW} steps")
+    first, limit = training.HORIZON, training.LIMIT
+    text.say(to, f"distance: of the mean of the first {first} steps from bf16's, at most {limit} to be accepted")
+    text.say(to, f"wrote {wrote}")
     return code
+
+
+def _certified(paths: Sequence[Path]) -> list[Build]:
+    """The builds of certificates that still hold."""
+    from mxgate.conformance import certificate
+
+    found = []
+    try:
+        for path in paths:
+            one = certificate.read(path)
+            certificate.check(path, one)
+            found.append(one.build)
+    except certificate.CertificateError as error:
+        raise UsageError(str(error)) from None
+    return found
+
+
+def _builds(held: Sequence[Build], names: Sequence[str]) -> dict[str, Build]:
+    """A build for each op, of those that hold certificates, of those named, or the default. UsageError."""
+    builds: dict[str, Build] = {}
+    # A bare name may be a quantizer's as well; training quantizes by itself.
+    named = [b for name in names for b in choose_builds([name], None) if b.op in OPS or name == b.id]
+    for build in (*held, *named):
+        if build.op not in OPS:
+            raise UsageError(f"{build.id} computes {build.op}; expected builds of {', '.join(OPS)}")
+        if build.op in builds:
+            raise UsageError(f"{builds[build.op].id} and {build.id} both compute {build.op}; give one")
+        if (module := build.missing()) is not None:
+            raise UsageError(f"{build.id} needs {module}, which is not installed")
+        if (lacking := lacks(build.device)) is not None:
+            raise UsageError(f"{build.id} {lacking}")
+        builds[build.op] = build
+    return {op: builds.get(op) or choose_builds([DEFAULT], op)[0] for op in OPS}

@@ -493,7 +493,8 @@ def test_random_bits_are_the_oracles_at_places_past_two_to_the_32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), zip(codec.FORMAT_NAMES, (np.float32, ml_dtypes.bfloat16, np.float16, np.float32), strict=True)
+    ("name", "dtype"),
+    list(zip(codec.FORMAT_NAMES, (np.float32, ml_dtypes.bfloat16, np.float16, np.float32), strict=True)),
 )
 def test_tiles_with_tiny_elements_and_without_have_the_oracles_random_bits(name: str, dtype: Any) -> None:
     """Zeros, both signs, a block with an infinity and what saturates, with a tiny element in one tile or in none."""

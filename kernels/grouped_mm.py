@@ -180,6 +180,18 @@ class MXWeight(Tensor):
             out.how = source.how
         return out
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """As an nn.Module is copied: the recipe is shared. torch's own way asks for the same class of new_empty."""
+        if id(self) not in memo:
+            if not self.is_leaf:
+                raise RuntimeError("only weights that autograd did not compute can be copied with copy.deepcopy")
+            copied = mx_weight(self.detach().as_subclass(Tensor).clone(), self.how)
+            is_parameter = isinstance(self, torch.nn.Parameter)
+            made = torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied
+            memo[id(self)] = made.requires_grad_(self.requires_grad)
+        out: Tensor = memo[id(self)]
+        return out
+
 
 def mx_weight(w: Tensor, how: Recipe) -> MXWeight:
     """The same weight, [E, N, K], sent to `how` by grouped_mm; put it in an nn.Parameter to train it."""

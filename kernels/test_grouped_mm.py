@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -77,6 +78,27 @@ def test_a_weight_sends_grouped_mm_to_its_recipe() -> None:
     again = F.grouped_mm(x, p.transpose(-2, -1), offs=ENDS)
     assert torch.equal(again, grouped_mm(x, moved, ENDS, how))
     assert not torch.equal(F.grouped_mm(x[:96], w.transpose(-2, -1), offs=ENDS), y[:96])
+
+
+def test_a_weight_is_copied_moved_and_loaded_with_its_module() -> None:
+    x, w, dy = operands()
+    model = torch.nn.Module()
+    model.p = torch.nn.Parameter(mx_weight(w, recipe()))
+    loaded = torch.nn.Module()
+    loaded.p = torch.nn.Parameter(mx_weight(torch.zeros_like(w), recipe()))
+    loaded.load_state_dict(model.state_dict())
+    copied = copy.deepcopy(model)
+    want = F.grouped_mm(x, model.p.mT, offs=ENDS)
+    for other in (copied, copied.float(), loaded):
+        assert isinstance(other.p, torch.nn.Parameter) and other.p.data_ptr() != model.p.data_ptr()
+        got = F.grouped_mm(x, other.p.mT, offs=ENDS)
+        assert torch.equal(got, want)
+        got.backward(dy)  # type: ignore[no-untyped-call]
+        assert other.p.grad is not None and model.p.grad is None
+    pair = copy.deepcopy([model.p, model.p])
+    assert pair[0] is pair[1]
+    with pytest.raises(RuntimeError, match="that autograd did not compute"):
+        copy.deepcopy(model.p * 2)
 
 
 def test_stochastic_gradients_repeat_with_the_seed_and_differ_between_calls() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import LaunchSpec, Operands
-from mxgate.conformance.worker import Child, ChildError, Limits, resident
+from mxgate.conformance.worker import AHEAD, KEPT, Child, ChildError, Limits, resident
 from mxgate.kernels.build import Build, BuildError, outside
 
 SOURCE = """
@@ -60,6 +60,19 @@ def writes_past(x, x_scales, w, w_scales, offsets):
 def writes_before(x, x_scales, w, w_scales, offsets):
     ctypes.memset(x.ctypes.data - 3, 0, 3)
     return good(x, x_scales, w, w_scales, offsets)
+
+def reads_before(x, x_scales, w, w_scales, offsets):
+    return np.full((x.shape[0], w.shape[1]), ctypes.string_at(offsets.ctypes.data - 4, 4)[0], BF16)
+
+def writes_behind(x, x_scales, w, w_scales, offsets):
+    ctypes.memset(x.ctypes.data + x.nbytes, 0, 3)
+    return good(x, x_scales, w, w_scales, offsets)
+
+three = []
+def three_buffers(x, x_scales, w, w_scales, offsets):
+    three.append(three.pop(0) if len(three) == 3 else np.empty((x.shape[0], w.shape[1]), BF16))
+    three[-1][...] = counts(x, x_scales, w, w_scales, offsets)
+    return three[-1]
 
 def changes_token(x, x_scales, w, w_scales, offsets):
     x[0, 0] = 2
@@ -286,6 +299,22 @@ def test_the_whole_session_ends_with_the_child(start: Start) -> None:
 def test_bytes_before_an_operand_are_watched(start: Start) -> None:
     launch = start("writes_before").launch(CASE, SPEC, _operands())
     assert launch.error is None and launch.canaries == "wrote over 3 bytes before operand x"
+
+
+def test_the_operands_of_one_variant_begin_at_a_page(start: Start) -> None:
+    ahead = LaunchSpec("ahead", variant=AHEAD)
+    child = start("reads_before")
+    assert child.launch(CASE, SPEC, _operands()).error is None
+    assert re.search("killed by SIG(SEGV|BUS) at ", str(child.launch(CASE, ahead, _operands()).error))
+    assert start("writes_behind").launch(CASE, ahead, _operands()).canaries == "wrote over 3 bytes behind operand x"
+    assert start("good").launch(CASE, ahead, _operands()).digest == start("good").launch(CASE, SPEC, _operands()).digest
+
+
+def test_a_result_that_a_later_call_overwrites_is_seen_a_while_later(start: Start) -> None:
+    child = start("three_buffers")
+    said = [child.launch(CASE, SPEC, _operands()).canaries for _ in range(KEPT + 2)]
+    assert said == [None] * KEPT + [f"wrote over the result of {KEPT} calls before"] * 2
+    assert start("counts").launch(CASE, SPEC, _operands()).canaries is None
 
 
 def test_tokens_are_watched_padding_is_not(start: Start) -> None:

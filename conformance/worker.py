@@ -6,9 +6,11 @@ the session is killed as a whole. A child loads one build, once, and serves laun
 launch is one more child.
 
 In the child every operand ends flush against a page that nobody may touch: reading or writing one byte past a plane is
-a SIGSEGV (on macOS a SIGBUS), hence a rejection that names its signal. The bytes before it hold a pattern that is
-compared after each launch, and so are the operands. Memory that the build allocates for itself is filled with the
-launch's byte: through glibc's M_PERTURB where there is glibc, and through numpy.empty and numpy.empty_like everywhere.
+a SIGSEGV (on macOS a SIGBUS), hence a rejection that names its signal. The operands of one variant begin flush against
+such a page instead. The bytes on the other side hold a pattern that is compared after each launch, and so are the
+operands, the result of the call before, and results of some calls ago. Memory that the build allocates for itself is
+filled with the launch's byte: through glibc's M_PERTURB where there is glibc, and through numpy.empty and
+numpy.empty_like everywhere.
 
 Children run their BLAS on one thread: the runner keeps the cores busy with several of them, and "the same bytes again"
 then means the same thing on every machine.
@@ -60,6 +62,10 @@ CANARY = 0xA5
 MARGIN = 256  # canary bytes kept in front of every operand and output
 GAP = 40  # elements between the rows of a pitched output
 GIB = 1 << 30
+# The operands of this variant lie flush against the page in front of them, those of all others against the one behind.
+AHEAD = "one"
+# Results that are compared again when as many others have been returned, and how many bytes of them are kept that long.
+KEPT, KEPT_BYTES = 8, 64 << 20
 # How often a child may have a case's operands and result in memory before it counts: as they came, in their planes, on
 # the way to a device and back. It matters where those are GiB themselves.
 COPIES = 4
@@ -494,26 +500,30 @@ _fill_byte: int | None = None
 
 
 class _Plane:
-    """`size` bytes that end on a page boundary with an untouchable page behind (and another in front).
+    """`size` bytes that end on a page boundary with an untouchable page behind; ahead: that begin on one, with such a
+    page in front.
 
-    data: the bytes. changed(): how many bytes of the margin in front no longer hold the pattern.
+    data: the bytes. changed(): how many bytes of the margin on the other side no longer hold the pattern, in words.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, ahead: bool = False) -> None:
         page = mmap.PAGESIZE
         body = -(-(size + MARGIN) // page) * page
         self._map = mmap.mmap(-1, body + 2 * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         whole = np.frombuffer(self._map, np.uint8)
-        self._margin = whole[page : page + body - size]
+        first = page if ahead else page + body - size
+        self._margin = whole[page + size : page + body] if ahead else whole[page:first]
         self._margin[:] = CANARY
-        self.data = whole[page + body - size : page + body]
+        self._side = "behind" if ahead else "before"
+        self.data = whole[first : first + size]
         for guard in (start, start + page + body):
             if _libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(page), 0):
                 raise OSError(ctypes.get_errno(), "mprotect refused a guard page")
 
-    def changed(self) -> int:
-        return int(np.count_nonzero(self._margin != CANARY))
+    def changed(self) -> str | None:
+        count = int(np.count_nonzero(self._margin != CANARY))
+        return f"{count} bytes {self._side}" if count else None
 
 
 @dataclass
@@ -762,7 +772,7 @@ class _Server:
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.case = 0
-        self.kept: tuple[Any, str] | None = None  # what the last call returned, and its bytes then
+        self.kept: list[tuple[Any, str, int]] = []  # what the last calls returned, its bytes then, and how many
         self.inputs: dict[str, dict[str, _Input]] = {}
         self.headers: dict[str, dict[str, Any]] = {}
         self.torch: _Torch | None = None
@@ -795,7 +805,7 @@ class _Server:
             if self.layout is not None and offsets is not None and name.endswith("_scales"):
                 operand, kept = laid_out(self.layout, operand, name, offsets, tokens)
                 tokens = None
-            plane = _Plane(operand.nbytes)
+            plane = _Plane(operand.nbytes, ahead=header["variant"] == AHEAD)
             plane.data[:] = _bytes(operand)
             array = plane.data.view(operand.dtype).reshape(operand.shape)
             planes[name] = _Input(plane, _bytes(operand), array, tokens, kept)
@@ -843,18 +853,17 @@ class _Server:
             within: Callable[[Any, Array], bool] = self.torch.within if self.torch else np.may_share_memory
             values = returned if self.build.op == "quantize" else (returned,)
             aliases = next((n for n in planes if any(within(v, planes[n].array) for v in values)), None)
-        margins = []
-        if self.kept is not None and digest(self.unwrap(self.kept[0])) != self.kept[1]:
-            margins.append("the result of the call before")
+        margins = self.overwritten()
         margins += self.torch.finish() if self.torch is not None else []
         if out is not None:
             parts = [np.ascontiguousarray(out.view)]
-        self.kept = (returned, digest(parts)) if out is None and header["captured"] is None else None
+        if out is None and header["captured"] is None:
+            self.kept.append((returned, digest(parts), total))
         parts = self.plain([np.array(part, order="C") for part in parts], header)
         for operand in self.inputs[header["captured"]].values() if header["captured"] else ():
             operand.repair()
         changed = [name for name, operand in planes.items() if operand.repair()]
-        margins += [f"{c} bytes before operand {n}" for n, i in planes.items() if (c := i.plane.changed())]
+        margins += [f"{said} operand {n}" for n, i in planes.items() if (said := i.plane.changed())]
         if out is not None and (beyond := out.changed()):
             margins.append(beyond)
         return {
@@ -863,6 +872,18 @@ class _Server:
             "inputs_changed": changed,
             "aliases": aliases,
         }, parts
+
+    def overwritten(self) -> list[str]:
+        """Which earlier results have changed, in words: the last one, and those that have been kept long enough."""
+        said, kept = [], self.kept
+        if kept and digest(self.unwrap(kept[-1][0])) != kept[-1][1]:
+            said.append("the result of the call before")
+            kept.pop()
+        while len(kept) >= KEPT or (len(kept) > 1 and sum(size for *_, size in kept) > KEPT_BYTES):
+            returned, then, _ = kept.pop(0)
+            if digest(self.unwrap(returned)) != then:
+                said.append(f"the result of {len(kept) + 1} calls before")
+        return said
 
     def _launch(self, header: Mapping[str, Any], positional: list[Any], keywords: dict[str, Any]) -> Any:
         if self.device is not None:
@@ -936,7 +957,7 @@ class _Out:
         wrong = np.flatnonzero((self._gaps != CANARY).any(axis=1))
         if wrong.size:
             return f"the gap after row {wrong[0]} of its output, {wrong.size} rows in all"
-        return f"{count} bytes before its output" if (count := self.plane.changed()) else None
+        return f"{said} its output" if (said := self.plane.changed()) else None
 
 
 def _keywords(function: Callable[..., Any]) -> list[str]:

@@ -25,7 +25,7 @@ from mxgate.kernels.build import OPS, Build, registry
 from mxgate.kernels.gpu import is_gpu
 
 # Families on which every legitimate kernel gives the same bits.
-EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal")
+EXACT = ("exact-sum", "signature", "all-codes", "all-scales", "special", "bias", "bias-sum", "subnormal", "far-scales")
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,15 @@ def captured(step: str) -> Mapping[str, NDArray[Any]]:
     return store.load(CAPTURED / f"{step}.safetensors")
 
 
+def _crowd(*tokens: int) -> tuple[int, ...]:
+    """264 experts, of which six hold these tokens: runs of 70, 56 and 126 empty ones, and numbers on both sides of
+    127|128 and 255|256. Schedules that look at 32 experts at a time, or number them in a byte, end there."""
+    sizes = [0] * 264
+    for expert, size in zip((70, 127, 128, 255, 256, 263), tokens, strict=True):
+        sizes[expert] = size
+    return tuple(sizes)
+
+
 # Tokens per expert: for wgrad (multiples of 32: a scale block belongs to one expert) and for the ops whose rows are
 # tokens (any number).
 ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyType(
@@ -97,7 +106,18 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
         "shift32": ((160, 128, 128, 96), (65, 43, 43, 11)),
         "empties": ((0, 0, 288, 0, 0, 32, 0, 0, 0), (0, 0, 133, 0, 0, 5, 0, 0, 0)),
         "one-takes-all": ((0, 0, 352, 0), (0, 0, 101, 0)),
-        "all-empty": ((0, 0, 0), (0, 0, 0)),
+        # As many experts as ramp1.5: what an earlier call left in memory of that shape would show.
+        "all-empty": ((0,) * 4, (0,) * 4),
+        # A rank that was sent nothing at all: operands without a row.
+        "nothing": ((0,) * 4, (0,) * 4),
+        "crowd": (_crowd(32, 64, 32, 96, 32, 64), _crowd(1, 33, 2, 31, 1, 7)),
+        # As many tokens as a square weight has rows.
+        "square": ((32, 32), (15, 17, 32)),
+        # Long sums that end one block into a step of any length, or one before its end; the second begins with the last
+        # byte of a scale word.
+        "long": ((480, 1056), (57, 19)),
+        # Offsets past 2^15 and 2^16.
+        "far": ((512,) * 140, (511,) * 140),
         # For builds that take no other groups.
         "aligned256": ((256, 0, 512, 256), (256, 0, 512, 256)),
         "single": ((224,), (77,)),
@@ -118,7 +138,7 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
     }
 )
 # Tokens by which the buffer is longer, where it is not 96.
-_SLACK = MappingProxyType({"uniform": 0, "one-takes-all": 320, "aligned256": 256})
+_SLACK = MappingProxyType({"uniform": 0, "nothing": 0, "square": 0, "one-takes-all": 320, "aligned256": 256})
 
 # Expert layers of real models, N and K by name, and their routings: experts, and the mean in scale blocks, from half of
 # which sizes ramp to 1.5 times it (one expert has the mean). 195,840 tokens together, or 8,192; 258,304, of which 8,072
@@ -174,7 +194,9 @@ _SMOKE: tuple[_Row, ...] = (
     ("64x96", "skew2", "exact-sum"),
     ("64x96", "one-takes-all", "exact-sum"),
     ("64x96", "all-empty", "exact-sum"),
-    ("64x96", "single", "exact-sum"),
+    ("64x96", "nothing", "exact-sum"),
+    ("16x32", "crowd", "signature"),
+    ("64x64", "square", "signature"),  # N = K = M: who tells layouts apart by their shapes cannot
     *(("64x96", "aligned256", family) for family in ("signature", "normal", "special")),
     ("288x320", "single", "exact-sum"),  # more than one 256 x 256 tile
     ("64x96", "uniform", "all-codes"),
@@ -186,37 +208,48 @@ _SMOKE: tuple[_Row, ...] = (
     ("64x96", "shift32", "special", "e4m3fnuz"),
     ("64x96", "ramp1.5", "signature", "e5m2 e4m3fn"),
     ("64x96", "ramp1.5", "exact-sum", "e4m3fnuz"),
-    ("64x96", "ramp1.5", "exact-sum", "e5m2fnuz"),
+    ("64x96", "uniform", "all-codes", "e5m2"),
+    ("64x96", "uniform", "all-codes", "e4m3fnuz e5m2fnuz"),
     ("64x96", "ramp1.5", "exact-sum", "e4m3fn", "float16"),
     ("64x96", "ramp1.5", "signature", "e4m3fn", "float16"),  # overflows float16
     ("64x96", "ramp1.5", "normal", "e4m3fn", "float32"),
     ("64x96", "ramp1.5", "subnormal"),
     ("64x96", "ramp1.5", "subnormal", "e4m3fn", "float16"),
+    ("64x96", "ramp1.5", "far-scales"),
+    ("64x96", "ramp1.5", "far-scales", "e4m3fn", "float32"),
     # Together with those above every gate has a case for a build that writes one output type alone.
     ("64x96", "empties", "normal", "e4m3fn", "float16"),
     ("64x96", "shift32", "special", "e4m3fn", "float16"),
     ("64x96", "empties", "signature", "e4m3fn", "float32"),
     ("64x96", "shift32", "special", "e4m3fn", "float32"),
+    # And for one that takes one format alone.
+    *(("64x96", "empties", "normal", format) for format in ("e5m2", "e4m3fnuz", "e5m2fnuz")),
+    ("64x96", "shift32", "special", "e5m2fnuz"),
 )
-# Long sums in float32 show a narrow accumulator, odd sizes what is done in sixteens.
+# Long sums in float32 show a narrow accumulator, in bfloat16 partial sums that are stored as results are; odd sizes
+# what is done in sixteens, in fours and in pairs.
 _SMOKE_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {
         "forward": (
             ("16x544", "17blocks", "all-scales"),
             ("64x96", "empties", "bias"),
+            ("64x96", "empties", "bias", "e4m3fn", "float32"),
             ("64x96", "ramp1.5", "bias-sum"),
             ("64x96", "ramp1.5", "bias-sum", "e4m3fn", "float32"),
             ("33x96", "ramp1.5", "signature"),
+            ("47x1248", "long", "signature"),
             ("16x1024", "ramp1.5", "normal", "e4m3fn", "float32"),
         ),
         "dgrad": (
             ("16x544", "17blocks", "all-scales"),
             ("33x96", "ramp1.5", "signature"),
+            ("47x1248", "long", "signature"),
             ("16x1024", "ramp1.5", "normal", "e4m3fn", "float32"),
         ),
         "wgrad": (
             ("32x48", "17blocks", "all-scales"),
             ("33x50", "ramp1.5", "signature"),
+            ("42x47", "long", "signature"),
             ("32x48", "m64", "normal", "e4m3fn", "float32"),
         ),
     }
@@ -228,9 +261,15 @@ _CAPTURED_FULL = tuple(
 
 _PAIRS = ("e4m3fn e5m2", "e5m2", "e4m3fnuz e5m2fnuz", "e5m2fnuz e4m3fnuz", "e4m3fnuz", "e5m2fnuz")
 _FULL: tuple[_Row, ...] = (
-    *(("64x96", routing, "signature") for routing in ROUTINGS if routing[0] != "m" and routing != "17blocks"),
+    ("64x96", "single", "exact-sum"),
+    *(
+        ("64x96", routing, "signature")
+        for routing in ROUTINGS
+        if routing[0] != "m" and routing not in ("17blocks", "nothing", "crowd", "square", "far")
+    ),
     *(("64x96", routing, "exact-sum") for routing in ("shift32", "empties", "edges128", "edges256", "steps")),
     ("16x32", "many", "signature"),
+    ("16x32", "far", "signature"),
     *(
         (shape, "ramp1.5", "signature")
         for shape in ("64x32", "64x64", "64x128", "64x160", "64x224", "64x256", "64x1024")
@@ -254,12 +293,16 @@ _FULL_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {
         **{
             op: (
+                *((f"{n}x32", "edges16", "signature") for n in (*range(1, 32), 67, 135, 143, 257)),
+                *((f"16x{k}", "edges16", "signature") for k in range(288, 1056, 32)),
                 *(("256x96", "uniform", "all-codes", formats) for formats in ("e4m3fn", *_PAIRS)),
                 *(("16x544", "17blocks", "all-scales", formats) for formats in _PAIRS),
             )
             for op in ("forward", "dgrad")
         },
         "wgrad": (
+            *((f"{n}x{33 - n}", "edges16", "signature") for n in range(1, 33)),
+            *((f"{n}x{400 - n}", "edges16", "signature") for n in (67, 143, 257, 265, 333)),
             *(("64x256", "uniform", "all-codes", formats) for formats in ("e4m3fn", *_PAIRS)),
             *(("32x48", "17blocks", "all-scales", formats) for formats in _PAIRS),
         ),
@@ -292,10 +335,18 @@ _QUANTIZE_SMOKE: tuple[_Row, ...] = (
     ("64x96", "axis1", "normal", "e4m3fn", "float16"),
     ("64x96", "axis1", "heavy-tailed"),
     ("64x160", "axis1", "normal"),  # an odd number of blocks
+    # Odd numbers of rows, and of blocks; both axes of a square.
+    ("33x224", "axis1", "normal"),
+    ("96x37", "axis0", "heavy-tailed"),
+    ("3x64x35", "axis1", "normal", "e4m3fn", "float32"),
+    ("32x6x50", "axis0", "normal"),
+    *(("96x96", axis, "normal") for axis in ("axis0", "axis1")),
     ("32x64x96", "axis0", "normal", "e4m3fn", "float32"),
     ("64x192", "axis1", "special"),
     ("4x64x96", "axis2", "special", "e4m3fn", "float32"),
     ("64x96", "axis0", "special", "e4m3fn", "float32"),
+    ("64x96", "axis1", "special", "e4m3fn", "float16"),
+    *(("64x96", "axis1", "special", format) for format in ("e5m2", "e4m3fnuz", "e5m2fnuz")),
     ("64x96", "axis1", "tiny", "e4m3fn", "float32"),
     ("64x96", "axis1", "midpoints", "e4m3fn", "float32"),
     ("64x1024", "axis1", "edges", "e4m3fn", "float32"),
@@ -310,9 +361,8 @@ _QUANTIZE_FULL: tuple[_Row, ...] = (
     *(("1024x1024", "axis1", "maxima", formats) for formats in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")),
     *(("256x864", "axis0", "edges", formats, "float32") for formats in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")),
     ("256x864", "axis1", "edges"),
-    ("64x96", "axis1", "special", "e5m2"),
-    ("64x96", "axis1", "special", "e4m3fn", "float16"),
     ("64x96", "axis1", "tiny"),
+    ("64x96", "axis1", "tiny", "e4m3fn", "float16"),
     ("64x96", "axis0", "tiny", "e5m2", "float32"),
     ("32x32", "axis0", "normal"),
     ("4x64x96", "axis1", "special"),
@@ -325,6 +375,8 @@ _RUNGS = ("wgrad/flydsl_simplest", "wgrad/flydsl_plain", "wgrad/flydsl")
 _FULL_GRID_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"smoke": _RUNGS[-1:], "full": _RUNGS, "production": _RUNGS[-1:]}
 )
+# Cases that cost an emulated build seconds: below the full tier they are asked of one rung, as the full grid is.
+_ONE_RUNG = (("16x32", "crowd"), ("42x47", "long"), ("64x64", "square"))
 # A whole layer of the 671B model, ten minutes a launch on a CPU: the production tier asks it of builds for a GPU alone.
 _WHOLE: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {
@@ -375,6 +427,7 @@ def asked(case: Case, build: Build, tier: str) -> bool:
     """Whether a tier asks a case of a build of the case's op. One from outside is asked what its user chose."""
     named = (case.shape, case.routing)
     grid, whole = named == FULL_GRID[:2], any(named == row[:2] for row in _WHOLE.get(case.op, ()))
+    grid |= build.id in _RUNGS and named in _ONE_RUNG
     if not (grid or whole) or build.id not in registry():
         return True
     return build.id in _FULL_GRID_OF[tier] if grid else is_gpu(build.device)

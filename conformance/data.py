@@ -19,6 +19,9 @@ special       exact-sum with NaN, infinity, and the scale bytes 0xFF and 0xFE pu
 bias          a zero operand, so that an output is its bias, 100 * expert + column.
 bias-sum      exact-sum and a bias in half units, added before the one rounding.
 subnormal     exact-sum so far down that outputs are subnormal numbers of the output type.
+far-scales    exact-sum between the format's smallest numbers, or its largest, under scales that bring them back: the
+              product of two scales is no float32, above or below, where operands and sums are; and sums between the
+              largest bfloat16 and the largest float32.
 normal, heavy-tailed, cancellation, captured, recorded: rounded on the way, held to the interval.
 """
 
@@ -379,6 +382,27 @@ def _subnormal(f: Frame, side: int) -> Planes:
     return codes, scales
 
 
+def _far_scales(f: Frame, side: int) -> Planes:
+    """Of five rows two hold the format's smallest numbers under scales of 2^64 and more, two its largest under 2^-75
+    and less. Where two of the fifth kind meet the sum is 511 * 2^119: a float32, but more than bfloat16 holds."""
+    codes, scales = _exact_sum(f, side)
+    rows = [FORMATS[name] for name in f.formats]
+    smallest = [1 - row.bias - row.mantissa_bits for row in rows]  # log2; 1 .. 8 times it all are numbers of the format
+    largest = [int(np.log2(row.max_finite)) - 3 for row in rows]
+    kind = _small(f.seed, f"kinds/{side}", f.rows[side]) % 5 // 2
+    values = np.nan_to_num(decode_table(rows[side]), nan=0.0, posinf=0.0, neginf=0.0)
+    values[(np.abs(values) > 8) | (values % 1 != 0)] = 0  # exact-sum has whole numbers to 8
+    small, large = (codes_of(np.ldexp(values, by[side]), f.formats[side]) for by in (smallest, largest))
+    codes = np.where((kind == 1)[:, None], large[codes], small[codes])
+    scales += np.array([65, -76, 0])[kind].astype(np.uint8)[:, None]
+    nine = codes_of(np.ldexp(((8,) * 8 + (7,), (8,) * 7 + (7, 1))[side], smallest[side]), f.formats[side])
+    codes[kind == 2] = 0
+    for start, end in f.segments:
+        codes[kind == 2, start : min(start + 9, end)] = nine[: end - start]
+    scales[kind == 2] = SCALE_BIAS + (119 - sum(smallest) + side) // 2
+    return codes, scales
+
+
 def _bias(f: Frame, side: int) -> Planes:
     codes, scales = _exact_sum(f, side)
     if side == 0:
@@ -433,6 +457,7 @@ FAMILIES: Mapping[str, Callable[[Frame, int], Planes]] = MappingProxyType(
         "bias": _bias,
         "bias-sum": _exact_sum,
         "subnormal": _subnormal,
+        "far-scales": _far_scales,
     }
 )
 
@@ -531,9 +556,11 @@ def _q_special(case: Case, blocks: int) -> F32:
 
 
 def _q_tiny(case: Case, blocks: int) -> F32:
-    """Maxima of 2^-149 to 2^-90, where a scale or its reciprocal leaves the range, and zero blocks between them."""
+    """Maxima of 2^-149 to 2^-90, where a scale or its reciprocal leaves the range, and zero blocks between them. Of
+    float16 its own smallest numbers, 2^-24 to 2^-11."""
     x = _normal(case.seed, "x", slice(0, blocks), BLOCK)
-    exponent = np.arange(blocks) * 7 % 60 - 149
+    count, lowest = (14, -24) if case.out_dtype == "float16" else (60, -149)
+    exponent = np.arange(blocks) * (5 if count == 14 else 7) % count + lowest
     with np.errstate(under="ignore"):
         x = np.asarray(x * np.ldexp(1.0, exponent)[:, None], np.float32)
     x[np.arange(blocks) % 4 == _small(case.seed, "zero", blocks) % 4] = 0

@@ -60,6 +60,9 @@ _CAPTURED = (
     ("axis0", "normal"),
     ("axis1", "normal"),
 )
+# Routings, and a family, of cases for one narrow situation: the first launch shows it, and what more launches are for
+# shows on other cases.
+_BRIEF = ("crowd", "square", "long", "far-scales")
 # Of a device, the models of its matrix core beside the usual one.
 MODELS: Mapping[str, tuple[str, ...]] = MappingProxyType({"gfx950": ("cdna3-like",)})
 # A case too large for an exact answer is judged on every core and in a GiB for each: one such case at a time.
@@ -74,8 +77,9 @@ def plan(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
     """Every launch of `build` on `case`, the base launch first. tier: "smoke", "full" or "production".
 
     In every tier: each variant of the padding, other bytes in fresh memory, out= plain and pitched, repeats.
-    On a case too large for an exact answer only what padding, contract and reproducible cannot do without. In the full
-    tier a build with machine code is launched under every model of its matrix core, and is judged under each.
+    On a case too large for an exact answer, and on some below the full tier, only what padding, contract and
+    reproducible cannot do without. In the full tier a build with machine code is launched under every model of its
+    matrix core, and is judged under each.
     """
     specs = _launches(build, case, tier)
     for model in MODELS.get(build.device, ()) if tier == "full" else ():
@@ -85,9 +89,14 @@ def plan(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
     return specs
 
 
+def brief(case: Case, tier: str) -> bool:
+    """Whether a case gets the fewest launches: one too large, or, below the full tier, of _BRIEF."""
+    return is_large(case) or (tier != "full" and not {case.routing, case.family}.isdisjoint(_BRIEF))
+
+
 def _launches(build: Build, case: Case, tier: str) -> tuple[LaunchSpec, ...]:
     """The launches under the usual model."""
-    if is_large(case):
+    if brief(case, tier):
         copied = [name for name in variants(case) if name == COPIED]
         if copied and tier == "smoke":  # one launch less: what nobody wrote shows beside the copied operands' too
             return LaunchSpec("first"), LaunchSpec("repeat 1"), LaunchSpec(COPIED, variant=COPIED, fill=FILL_FINITE)

@@ -81,6 +81,48 @@ def test_shift32_has_no_inner_boundary_that_is_a_tile_boundary() -> None:
     assert (ends % 32 == 0).all() and (ends % 128 != 0).all()
 
 
+@pytest.mark.parametrize("op", GEMMS)
+def test_shapes_that_one_mistake_needs_are_in_a_tier(op: str) -> None:
+    smoke, full = ([c for c in cases(op, tier) if c.kind == "signature"] for tier in ("smoke", "full"))
+    ends = {e for c in full for e in np.cumsum(c.sizes).tolist()}
+    assert max(ends) > 1 << 16 and any(1 << 15 < e < 1 << 16 for e in ends)
+    runs = [max(map(len, "".join("x" if s else "0" for s in c.sizes).split("x"))) for c in smoke]
+    assert max(runs) > 64 and any(np.flatnonzero(c.sizes).max() > 256 for c in smoke)
+    assert any(c.n == c.k == c.buffer for c in smoke)
+    assert any(c.tokens == c.buffer == 0 for c in cases(op, "smoke"))
+    columns = [c.n if op == "forward" else c.k for c in full]
+    assert {c % 16 for c in columns} == set(range(16)) and {c % 16 for c in columns if c > 64} >= {0, 1, 3, 7, 15}
+    lengths = (
+        [size for c in full for size in c.sizes]
+        if op == "wgrad"
+        else [c.n + c.k - q for c, q in zip(full, columns, strict=True)]
+    )
+    assert {length // 32 % 16 for length in lengths if length > 512} == set(range(16))
+
+
+def test_what_takes_the_emulator_seconds_is_asked_of_one_rung_and_of_every_other_build() -> None:
+    for id in ("wgrad/16x32/crowd/signature", "wgrad/42x47/long/signature", "wgrad/64x64/square/signature"):
+        case = case_by_id(id)
+        for tier, rungs in (("smoke", 1), ("full", 3)):
+            chosen = [b for b in registry().values() if b.op == "wgrad" and asked(case, b, tier)]
+            assert sum(b.device == "gfx950" for b in chosen) == rungs
+            assert {b for b in registry().values() if b.op == "wgrad" and b.device != "gfx950"} <= set(chosen)
+
+
+@pytest.mark.parametrize("op", GEMMS)
+def test_far_scales_leave_float32_where_operands_and_sums_do_not(op: str) -> None:
+    case = next(c for c in cases(op, "smoke") if (c.family, c.out_dtype) == ("far-scales", "bfloat16"))
+    a, b, answer = real(case)
+    assert all((np.abs(x[x != 0]) > 2.0**-126).all() and np.abs(x).max() < 2.0**127 for x in (a, b))
+    sums = np.abs(answer.value[: case.tokens] if op != "wgrad" else answer.value)
+    assert sums.max() < 2.0**128 and sums[sums > 0].min() >= 2.0**-149
+    (_, sa), (_, sb) = data._planes(case)
+    together = sa.astype(int)[:, None] + sb.astype(int)[None] - 254
+    assert (together > 127).any() and (together < -149).any()
+    out = round_to(sums, "bfloat16").astype(np.float64)
+    assert np.isinf(out).any() and ((out > 0) & (out < 2.0**-126)).any()
+
+
 def test_production_is_the_published_shape() -> None:
     case = case_by_id("wgrad/16b/ramp1.5/exact-sum")
     assert (case.n, case.k, case.experts, case.tokens) == (1408, 2048, 8, 195_840)
@@ -233,7 +275,7 @@ def test_an_output_of_all_codes_is_one_product_that_bfloat16_holds(case: Case) -
 
 
 @pytest.mark.parametrize("op", GEMMS)
-@pytest.mark.parametrize("family", ["exact-sum", "signature", "all-scales", "all-codes"])
+@pytest.mark.parametrize("family", ["exact-sum", "signature", "all-scales", "all-codes", "far-scales"])
 def test_three_very_different_accumulators_agree_to_the_bit(op: str, family: str) -> None:
     """float32 backwards, float32 in a random order, and 13 bits truncated: the exact sum rounded once."""
     case = next(c for c in cases(op, "smoke") if c.family == family)
@@ -282,7 +324,7 @@ def test_signature_scales_differ_from_their_neighbours(case: Case) -> None:
         assert (np.diff(scales.astype(int), axis=0) != 0).all()
     s = signature(f)
     assert (np.diff(s.d, axis=1) != 0).all()
-    if case.op != "wgrad" and case.experts > 1:
+    if case.op != "wgrad" and f.rows[1] > 32 * case.experts > 32:  # of a few rows most may be alike
         weights = sb.reshape(case.experts, -1, sb.shape[1]).astype(int)
         assert (np.diff(weights, axis=0) != 0).mean() > 0.75
     if sa.size and sb.size:

@@ -453,8 +453,17 @@ def test_every_plan_has_what_the_gates_need() -> None:
                 assert len({s.label for s in plan}) == len(plan)
                 assert {FILL_FINITE} <= {s.fill for s in plan}
                 assert sum(replace(s, label="") == LaunchSpec("") for s in plan) >= 2
-                wanted = {"nan", "copied"} if data.is_large(case) else set(data.variants(case))
+                wanted = {"nan", "copied"} if gates.brief(case, tier) else set(data.variants(case))
                 assert {s.variant for s in plan} == wanted & set(data.variants(case))
+
+
+def test_a_narrow_situation_is_launched_three_times_and_in_the_full_tier_as_often_as_any_other() -> None:
+    build = registry()["wgrad/numpy_reference"]
+    for op in GEMMS:
+        plans = {c: gates.plan(replace(build, op=op), c, "smoke") for c in cases(op, "smoke")}
+        narrow = {c for c in plans if c.routing in ("crowd", "square", "long") or c.family == "far-scales"}
+        assert {c for c, plan in plans.items() if len(plan) == 3} == narrow and len(narrow) == 5
+        assert all(len(gates.plan(replace(build, op=op), c, "full")) > 5 for c in narrow)
 
 
 def test_the_full_tier_repeats_a_hundred_times_in_reused_and_fresh_processes() -> None:

@@ -225,6 +225,17 @@ WRONG: dict[str, tuple[str, ...]] = {
         "BF16 = ml",
         "KEPT = {}\nBF16 = ml",
     ),
+    "layout guess": ("wgrad", NARROW, f"sums = sums.T if len(dy) == len(x) else sums\n        {NARROW}"),
+    "scale product": (
+        "wgrad",
+        SUMS,
+        "sums = np.zeros((len(dy), len(x)), np.float32)\n"
+        "        with np.errstate(all='ignore'):\n"
+        "            for c in range(start, end, 32):\n"
+        "                dy, x = (v[:, c : c + 32].astype(np.float32) for v in (dy_t, x_t))\n"
+        "                s, r = (v[:, c // 32].astype(np.float32) for v in (dy_scales, x_scales))\n"
+        "                sums += (dy @ x.T) * np.outer(s, r)",
+    ),
     "mask": (
         "wgrad",
         TILE,
@@ -255,6 +266,8 @@ CASES = {
         "64x96/shift32/special",
         "64x96/ramp1.5/normal+float32",
         "32x48/17blocks/all-scales",
+        "64x96/ramp1.5/far-scales",
+        "64x64/square/signature",
     ),
     "forward": ("64x96/ramp1.5/signature", "64x96/empties/bias"),
     "quantize": (

@@ -44,7 +44,9 @@ KINDS = {
     "special values": "a NaN or an infinity of the operands is swallowed or spread",
     "scale select": "a scale of another block, row or lane",
     "scales unused": "scales are not applied",
+    "scale product": "two scales are put together before either is used, and leave the range",
     # layout
+    "layout guess": "a layout told from shapes that do not tell",
     "scale padding": "padding swizzled in, or written as 1.0",
     "scale stride": "one row pitch assumed, another given",
     "expert base": "the operands of another expert",
@@ -213,6 +215,13 @@ def from_expert(index: Callable[[int, Call], int], scales_only: bool = False) ->
     return cut
 
 
+def told_by_shape(x: Piece) -> Piece:
+    """Weights are [N,K] or [K,N], whichever the shape says: of a square it says nothing."""
+    if x.b.shape[0] != x.b.shape[1]:
+        return x
+    return replace(x, b=np.ascontiguousarray(x.b.T))
+
+
 def filled_before(g: int, call: Call) -> int:
     """How many of the groups before g hold tokens: g itself only where none is empty."""
     return sum(start < end for start, end in call.spans[:g])
@@ -271,6 +280,50 @@ def wrapped_spans(spans: list[Span], length: int) -> Iterable[Span]:
 def starts_for_ends(spans: list[Span], length: int) -> Iterable[Span]:
     """The ends taken for starts: group g runs from its own end to the next one's."""
     return zip([e for _, e in spans], [e for _, e in spans[1:]] + [spans[-1][1]], strict=True)
+
+
+def warp_search(spans: list[Span], length: int) -> Iterable[Span]:
+    """The next expert with tokens is looked for among the 32 that a warp sees, or else taken to be the last of them."""
+    found, at = [(0, 0)] * len(spans), -1
+    for g, (start, end) in enumerate(spans):
+        if start < end:
+            at = min(g, at + 32)
+            found[at] = (start, end)
+    return found
+
+
+def scales_together(combine: Callable[[I64], I64]) -> dict[str, Any]:
+    """Parts of a GEMM that adds up bare elements by blocks and applies combine(the sum of two scales' exponents)."""
+    held: list[Any] = []
+
+    def cut(call: Call, g: int) -> Piece:
+        held[:] = [p.cut(call, g), call.formats]
+        piece: Piece = held[0]
+        return piece
+
+    def dot(a: F64, b: F64) -> Array:
+        x, formats = held
+        total = np.zeros((a.shape[0], b.shape[0]))
+        with np.errstate(all="ignore"):
+            for block in range(x.a_scales.shape[1]):
+                t = slice(block * BLOCK, block * BLOCK + BLOCK)
+                left, right = x.a_scales[:, block].astype(np.int64)[:, None], x.b_scales[:, block].astype(np.int64)
+                scale = np.ldexp(1.0, combine(left + right - 2 * 127))
+                part = p.dot(decode_table(formats[0])[x.a[:, t]], decode_table(formats[1])[x.b[:, t]])
+                total += part * np.where((left == 255) | (right == 255), np.nan, scale)
+        return total
+
+    return {"cut": cut, "dot": dot}
+
+
+def split_where_long(a: F64, b: F64) -> Array:
+    """A contraction of 1,024 or more is split in four, and the parts are stored as results are: in bfloat16."""
+    if a.shape[1] < 1024:
+        return p.dot(a, b)
+    step = -(-a.shape[1] // 4)
+    cuts = [slice(t, t + step) for t in range(0, a.shape[1], step)]
+    parts = [reference.narrow(p.dot(a[:, t], b[:, t]), ml_dtypes.bfloat16).astype(np.float64) for t in cuts]
+    return np.asarray(sum(parts))
 
 
 def last_block_twice(a: F64, b: F64) -> Array:
@@ -382,6 +435,17 @@ def saturating(sums: Any, dtype: DTypeLike) -> Array:
     return reference.narrow(np.where(np.isfinite(x), np.clip(x, -largest, largest), x), dtype)
 
 
+def saturating_bfloat16(sums: Any, dtype: DTypeLike) -> Array:
+    return saturating(sums, dtype) if np.dtype(dtype) == ml_dtypes.bfloat16 else reference.narrow(sums, dtype)
+
+
+def flushing_float32(sums: Any, dtype: DTypeLike) -> Array:
+    """A subnormal float32 is stored as a zero."""
+    x = sums.astype(np.float64)
+    tiny = (np.abs(x) < 2.0**-126) & (np.dtype(dtype) == np.float32)
+    return reference.narrow(np.where(tiny, np.copysign(0.0, x), x), dtype)
+
+
 def through(dtype: DTypeLike) -> Callable[[Any, DTypeLike], Array]:
     """Narrowed to another type first."""
 
@@ -412,6 +476,13 @@ def one_ulp(held: Array) -> None:
     """The element in the middle is one unit in the last place off."""
     middle = (held.shape[0] // 2, held.shape[1] // 2)
     held.view(np.dtype(f"u{held.dtype.itemsize}"))[middle] ^= 1
+
+
+def third_of_three(out: Array, call: Call) -> None:
+    """Columns are stored by fours, the rest as a pair and a single one: after a pair the single one is stored twice."""
+    p.zero_tail(out, call)
+    if out.shape[-1] % 4 == 3:
+        out[..., -1] = out[..., -2]
 
 
 def every_twentieth_nan(held: Array) -> None:
@@ -531,6 +602,11 @@ def read_past(x: Array, x_scales: Array, *rest: Array) -> None:
     ctypes.string_at(x_scales.ctypes.data + x_scales.nbytes, 4)
 
 
+def read_before(x: Array, x_scales: Array, w: Array, w_scales: Array, offsets: Array) -> None:
+    """Expert e starts where e - 1 ends: of the first it is read, too, and not used."""
+    ctypes.string_at(offsets.ctypes.data - 4, 4)
+
+
 def crash(*operands: Array) -> None:
     ctypes.string_at(0)
 
@@ -567,6 +643,11 @@ def divide_by_tokens(*operands: Array) -> None:
     4096 // int(operands[4][-1])
 
 
+def divide_by_rows(*operands: Array) -> None:
+    """The same from the rows of the buffer."""
+    4096 // len(operands[0])
+
+
 def eat(*operands: Array) -> None:
     hoard = []
     while True:
@@ -600,6 +681,33 @@ def one_buffer(op: str) -> Kernel:
         return buffer
 
     return after(op, action)
+
+
+def two_buffers(op: str) -> Kernel:
+    """Results of a shape are returned in two pieces of memory by turns."""
+    turns: list[Kernel] = [one_buffer(op), one_buffer(op)]
+
+    def run(*operands: Array, out: Array | None = None, out_dtype: DTypeLike | None = None, **bias: Any) -> Array:
+        turns.reverse()
+        result: Array = turns[0](*operands, out=out, out_dtype=out_dtype, **bias)
+        return result
+
+    return run
+
+
+def nothing_to_do(op: str) -> Kernel:
+    """Without tokens nothing is launched, and the result is what the last call of that shape left."""
+    kept: dict[Any, Array] = {}
+
+    def run(*operands: Array, out: Array | None = None, out_dtype: DTypeLike | None = None, **bias: Any) -> Array:
+        result: Array = right(op)(*operands, out=out, out_dtype=out_dtype, **bias)
+        key = (result.shape, result.dtype)
+        if operands[4][-1] == 0 and out is None:
+            result = kept.get(key, result)
+        kept[key] = result.copy()
+        return result
+
+    return run
 
 
 def adds_at_first(op: str) -> Kernel:
@@ -926,6 +1034,34 @@ def bare_bytes(x: Array, axis: int, *, format: str = "e4m3fn") -> Any:
     return elements.view(np.uint8), scales
 
 
+def sixteen_rows(x: Array, axis: int, *, format: str = "e4m3fn") -> Any:
+    """Rows are quantized by sixteens; what is left over stays zero."""
+    elements, scales = reference.quantize(x, axis, format=format)
+    rows = np.moveaxis(elements.view(np.uint8), axis, -1)
+    kept = rows.reshape(-1, rows.shape[-1]).copy()
+    kept[len(kept) // 16 * 16 :] = 0
+    codes = np.ascontiguousarray(np.moveaxis(kept.reshape(rows.shape), -1, axis))
+    return codes.view(elements.dtype), scales
+
+
+def keeps_infinity(x: Array, axis: int, *, format: str = "e4m3fn") -> Any:
+    """E5M2 has infinities, and a block with one keeps it, under the largest scale."""
+    elements, scales = reference.quantize(x, axis, format=format)
+    with np.errstate(all="ignore"):
+        rows = np.moveaxis(x.astype(np.float32), axis, -1)
+    blocks = rows.reshape(*rows.shape[:-1], -1, BLOCK)
+    with np.errstate(invalid="ignore"):
+        infinite = np.isinf(np.abs(blocks).max(axis=-1))
+    if format != "e5m2" or not infinite.any():
+        return elements, scales
+    row = FORMATS[format]
+    codes = np.where(np.isinf(blocks), row.inf_codes[0] | (row.sign_bit * (blocks < 0)), 0).astype(np.uint8)
+    spread = np.moveaxis(np.repeat(infinite, BLOCK, axis=-1), -1, axis)
+    changed = np.where(spread, np.moveaxis(codes.reshape(rows.shape), -1, axis), elements.view(np.uint8))
+    largest = np.where(np.moveaxis(infinite, -1, axis), np.uint8(254), scales.view(np.uint8))
+    return np.ascontiguousarray(changed).view(elements.dtype), np.ascontiguousarray(largest).view(scales.dtype)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The faults
 
@@ -1024,6 +1160,10 @@ _GEMM_FAULTS = (
           "A tile of 64 rows belongs, whole, to the expert of its first row.", spans=spans_of(tile_spans)),
     _gemm("forward", "one_bucket", "exact", "dispatch bucket", "Groups of 33 to 64 rows lose the last block of K.",
           cut=piece(lambda x: contraction(x, x.a.shape[1] - BLOCK) if 32 < len(x.a) <= 64 else x)),
+    _gemm("forward", "e5m2_subnormals", "exact", "element rounding", "Subnormal E5M2 elements are zero.",
+          values=code_means("e5m2", dict.fromkeys((1, 2, 3, 129, 130, 131), 0.0))),
+    _gemm("wgrad", "e4m3fnuz_subnormals", "exact", "element rounding", "Subnormal E4M3FNUZ elements are zero.",
+          values=code_means("e4m3fnuz", dict.fromkeys((*range(1, 8), *range(129, 136)), 0.0))),
     _gemm("wgrad", "empty_wraps", "empty", "bound wraps", "An empty group's last index wraps, to the last token.",
           spans=spans_of(wrapped_spans)),
     _gemm("wgrad", "never_reset", "empty", "empty group", "An empty group's accumulator holds the one before it.",
@@ -1045,12 +1185,26 @@ _GEMM_FAULTS = (
            "The 2 x 2 walk is right for grids with even sides only."),
     _gemm("forward", "int16_index", "exact", "index overflow", "The weights are addressed through 16 bits.",
           cut=whole(lambda c: replace(c, b=narrow_index(c.b)))),
+    _gemm("forward", "expert_in_a_byte", "exact", "index overflow", "An expert's number is kept in eight bits.",
+          cut=from_expert(lambda g, call: g & 255)),
+    _gemm("forward", "warp_search", "exact", "boundary", "The next expert is looked for among the next 32 alone.",
+          spans=spans_of(warp_search)),
+    _gemm("forward", "single_row", "exact", "dispatch bucket", "Groups of one row lose the last block of K.",
+          cut=piece(lambda x: contraction(x, x.a.shape[1] - BLOCK) if len(x.a) == 1 else x)),
+    _gemm("forward", "square_weights", "exact", "layout guess", "Square weights are taken for transposed ones.",
+          cut=piece(told_by_shape)),
+    _gemm("wgrad", "third_of_three", "exact", "packing unit", "Of three columns left over the last is lost.",
+          done=third_of_three),
+    _gemm("forward", "third_of_three", "exact", "packing unit", "Of three columns left over the last is lost.",
+          done=third_of_three),
     # bias
     _gemm("forward", "bias_lost", "exact", "bias", "The bias is not added.", bias=lambda bias, g: np.zeros(1)),
     _gemm("forward", "bias_of_expert_0", "exact", "bias", "Every expert gets the first one's bias.",
           bias=lambda bias, g: bias[0]),
     _gemm("forward", "bias_stride", "exact", "bias", "Bias rows are read with half their stride.",
           bias=lambda bias, g: bias.reshape(-1)[g * (bias.shape[1] // 2) :][: bias.shape[1]]),
+    _gemm("forward", "bias_in_bfloat16", "exact", "bias", "The bias is rounded to bfloat16 before it is added.",
+          bias=lambda bias, g: reference.narrow(bias[g], ml_dtypes.bfloat16).astype(np.float64)),
     # sums and rounding
     _gemm("forward", "split_k_rounded", "exact", "split-K", "Partial sums are rounded to bfloat16.",
           dot=split_into(ml_dtypes.bfloat16, running=False)),
@@ -1058,6 +1212,10 @@ _GEMM_FAULTS = (
           dot=split_into(ml_dtypes.bfloat16, running=True)),
     _gemm("dgrad", "float16_accumulator", "exact", "split-K", "Partial sums are added up in float16.",
           dot=split_into(np.float16, running=True)),
+    _fault("dgrad", "split_where_long", p.kernel("dgrad", Parts(dot=split_where_long)), "exact", "split-K",
+           "Partial sums of long contractions are stored in the output's type.", out_dtypes=("bfloat16",)),
+    _fault("wgrad", "split_where_long", p.kernel("wgrad", Parts(dot=split_where_long)), "exact", "split-K",
+           "Partial sums of long contractions are stored in the output's type.", out_dtypes=("bfloat16",)),
     _gemm("forward", "accumulator_13bit", "bounded", "rounding",
           "An accumulator with a 13-bit fraction passes for float32.", dot=variants.truncating(32, 13)),
     _gemm("wgrad", "accumulator_13bit", "bounded", "rounding",
@@ -1078,6 +1236,14 @@ _GEMM_FAULTS = (
     _gemm("forward", "through_bfloat16", "exact", "rounding", "The result is narrowed by way of bfloat16.",
           narrow=through(ml_dtypes.bfloat16)),
     _gemm("forward", "saturating", "exact", "overflow", "A result past the largest saturates.", narrow=saturating),
+    _gemm("wgrad", "saturating_bfloat16", "exact", "overflow", "A result past the largest bfloat16 saturates.",
+          narrow=saturating_bfloat16),
+    _gemm("dgrad", "flushing_float32", "exact", "rounding", "A subnormal float32 is stored as zero.",
+          narrow=flushing_float32),
+    _gemm("forward", "scale_sum_clamped", "exact", "scale product", "The two exponents' sum is clamped to a byte.",
+          **scales_together(lambda exponent: np.minimum(exponent, 127))),
+    _gemm("wgrad", "scale_sum_wraps", "exact", "scale product", "The two exponents' sum outgrows its byte.",
+          **scales_together(lambda exponent: np.where(exponent < 0, exponent, (exponent + 127) % 256 - 127))),
     _gemm("forward", "wrong_tile", "exact", "subtle", "One 16 x 16 tile is a copy of another.",
           done=afterwards(wrong_tile)),
     _gemm("wgrad", "one_ulp", "exact", "subtle", "One element is off by one unit in the last place.",
@@ -1100,6 +1266,8 @@ _GEMM_FAULTS = (
            "An earlier call of the same shapes is answered again."),
     _fault("wgrad", "replayed_offsets", remembering("wgrad", shapes, 4), "exact", "replay",
            "The offsets of an earlier call of the same shapes are used again."),
+    _fault("wgrad", "nothing_to_do", nothing_to_do("wgrad"), "empty", "no tokens",
+           "Without tokens an earlier call's result is returned."),
     # contract
     _fault("forward", "ignores_strides", after("forward", contiguous), "contract", "output strides",
            "The caller's output is written as if it were contiguous."),
@@ -1115,6 +1283,10 @@ _GEMM_FAULTS = (
            "The result is transposed."),
     _fault("wgrad", "one_buffer", one_buffer("wgrad"), "contract", "replay",
            "A result is returned in the memory of the one before it."),
+    _fault("forward", "two_buffers", two_buffers("forward"), "contract", "replay",
+           "Results are returned in two pieces of memory by turns."),
+    _fault("forward", "reads_before", before("forward", read_before), "contract", "scale bounds",
+           "Four bytes before the offsets are read."),
     _fault("forward", "writes_ahead", after("forward", ahead), "contract", "contract",
            "Two bytes before the output are overwritten."),
     _fault("forward", "writes_behind", after("forward", behind), "contract", "contract",
@@ -1138,6 +1310,8 @@ _GEMM_FAULTS = (
            "With every group empty it never returns.", seconds=2.0),
     _fault("forward", "divides_by_tokens", before("forward", divide_by_tokens), "contract", "no tokens",
            "With every group empty it divides by zero."),
+    _fault("dgrad", "divides_by_rows", before("dgrad", divide_by_rows), "contract", "no tokens",
+           "With no row at all it divides by zero."),
 )  # fmt: skip
 
 _WINDOW_FAULTS = (
@@ -1202,6 +1376,8 @@ _QUANTIZE_FAULTS = (
     _quant("no_minus_zero", "exact", "element rounding", "-0 becomes +0.", round=no_minus_zero),
     _quant("bfloat16_first", "exact", "rounding", "float32 input is rounded to bfloat16 first.", scaled=bfloat16_first),
     _quant("ocp_codes", "exact", "format mix-up", "FNUZ elements are written as OCP codes.", codes=as_ocp),
+    _fault("quantize", "sixteen_rows", sixteen_rows, "exact", "packing unit", "Rows beyond a multiple of 16 are lost."),
+    _fault("quantize", "keeps_infinity", keeps_infinity, "special", "special values", "E5M2 infinities are kept."),
     _fault("quantize", "last_axis", last_axis, "contract", "contract", "The axis is ignored."),
     _fault("quantize", "changes_input", spoils_input, "contract", "contract", "The input is changed."),
     _fault("quantize", "bare_bytes", bare_bytes, "contract", "contract", "Elements come back as uint8."),

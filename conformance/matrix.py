@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mxgate.conformance.case import EXACT, Case, cases, salted
+from mxgate.conformance.poison import COPIED
 from mxgate.conformance.rules import RULES, verdicts
 from mxgate.conformance.run import Runner, Settings, order
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
@@ -25,7 +26,7 @@ from mxgate.kernels.faults import Fault
 RANDOM = ("normal", "heavy-tailed", "captured")
 # The launches that a correct build gets under every seed but the first, which gets all of them: only the gates that
 # hold one output against the oracle depend on the data.
-SHORT = ("padding random", "padding copied", "other memory", "repeat 1")
+SHORT = ("padding random", "padding copied", COPIED, "other memory", "repeat 1")
 Watch = Callable[[int, int, str], None]
 
 

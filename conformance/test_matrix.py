@@ -10,9 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from mxgate.conformance import gates as gate_module
 from mxgate.conformance import report
 from mxgate.conformance.__main__ import main
-from mxgate.conformance.matrix import RANDOM, kill_matrix
+from mxgate.conformance.case import cases
+from mxgate.conformance.data import variants
+from mxgate.conformance.matrix import RANDOM, SHORT, kill_matrix
 from mxgate.conformance.rules import RULES
 from mxgate.conformance.run import Settings
 from mxgate.conformance.verdict import GATES
@@ -23,6 +26,15 @@ from mxgate.kernels.build import registry
 BY_ID = {fault.build.id: fault for fault in faults.FAULTS}
 SUBTLE = BY_ID["wgrad/fault_one_ulp"]
 SETTINGS = Settings(jobs=2, limits=Limits(30.0, 4.0))
+
+
+def test_under_every_seed_the_launches_left_let_each_gate_speak() -> None:
+    for op in ("forward", "dgrad", "wgrad", "quantize"):
+        for case in cases(op, "smoke"):
+            first, *rest = gate_module.plan(registry()[f"{op}/numpy_reference"], case, "smoke")
+            left = [first, *(spec for spec in rest if spec.label in SHORT)]
+            assert len({s.variant for s in left}) > 1 or len(variants(case)) == 1
+            assert len(left) > 2 and len({s.fill for s in left}) > 1
 
 
 def test_a_subtle_fault_dies_and_the_common_rules_miss_it() -> None:

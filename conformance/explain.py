@@ -100,6 +100,7 @@ _WORDS = (
     ("returned", "the output's shape or type follows something else than the contract"),
     ("changed its inputs", "it writes to an operand's tokens; only bytes past the last token may be cleared in place"),
     ("are not +0", "an empty expert is given a sum or a stale accumulator, and no store of zeros"),
+    ("HazardError", "a wait or a barrier is missing there, or comes too late"),
     ("raised", "it is called with what it does not take: an operand's type or shape, an expert without tokens"),
 )
 

@@ -970,12 +970,14 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
 
 
 def _complaint(error: BaseException) -> str:
-    """The words of Launch.error for whatever the build raised, with the innermost line of its own."""
-    if isinstance(error, _Returned | _Uncaptured | BuildError | LayoutError | Unavailable):
-        return str(error)
-    at = _site([(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__))])
-    text = " ".join(str(error).split())
-    return f"raised {type(error).__name__}{at}{f': {text[:300]}' if text else ''}"
+    """The words of Launch.error for whatever the build raised, with the innermost line of its own. They go to
+    terminals and into pages: what is no printable character is told by its number."""
+    said = str(error)
+    if not isinstance(error, _Returned | _Uncaptured | BuildError | LayoutError | Unavailable):
+        at = _site([(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__))])
+        text = " ".join(said.split())
+        said = f"raised {type(error).__name__}{at}{f': {text[:300]}' if text else ''}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said)
 
 
 def _serve(channel: socket.socket) -> None:

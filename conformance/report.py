@@ -47,8 +47,9 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], right: Iterable[str] = ()) -> None:
-    """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column, and where
-    even that is too wide, cut in the columns between, the widest first."""
+    """Print a table; columns named in `right` are numbers. What does not fit is wrapped in the last column and
+    in a first one of more than half the width; where even that is too wide, the columns between are cut, the widest
+    first."""
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     cells = [list(row) for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(columns)]
@@ -57,6 +58,7 @@ def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Tex
         return sum(widths) + len(widths) - 1 - to.width
 
     widths[-1] = max(min(widths[-1], 12), widths[-1] - max(over(), 0))
+    widths[0] = max(min(widths[0], to.width // 2), widths[0] - max(over(), 0))
     between = range(1, len(columns) - 1)
     while over() > 0 and any(widths[i] > 1 for i in between):
         widths[max(between, key=widths.__getitem__)] -= 1
@@ -65,9 +67,9 @@ def table(to: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Tex
         grid.add_column(
             Text(name, style="bold"),
             justify="right" if name in right else "left",
-            no_wrap=not last,
+            no_wrap=not last and i > 0,
             width=widths[i],
-            overflow="fold" if last else "ellipsis",
+            overflow="fold" if last or i == 0 else "ellipsis",
         )
     for row in cells:
         grid.add_row(*row)
@@ -118,11 +120,7 @@ def print_run(report: RunReport, to: Console, *, assumptions: bool = False) -> N
         if verdict.word == "accept" and verdict.terms:
             say(to, f"terms {verdict.build}: {'; '.join(verdict.terms)}")
     _print_assumptions(report, to, assumptions)
-    skipped: dict[str, list[str]] = {}
-    for verdict in report.verdicts:
-        if verdict.word == "skip":
-            skipped.setdefault(verdict.reason, []).append(verdict.build)
-    for reason, names in skipped.items():
+    for reason, names in skipped(report).items():
         say(to, f"skip {', '.join(names)}: {reason}")
     say(to, summary(report))
     for line in places(report):
@@ -135,6 +133,15 @@ def shown_gates(verdicts: Iterable[Verdict]) -> tuple[str, ...]:
     """The gates of a table: those that are always mandatory, and what else had anything to say."""
     spoke = {gate for v in verdicts for gate, outcome in v.gates.items() if outcome is not Outcome.SILENT}
     return tuple(gate for gate in GATES if gate in spoke or any(gate in needed for needed in MANDATORY.values()))
+
+
+def skipped(report: RunReport) -> dict[str, list[str]]:
+    """The builds that were not run, by the reason why."""
+    names: dict[str, list[str]] = {}
+    for verdict in report.verdicts:
+        if verdict.word == "skip":
+            names.setdefault(verdict.reason, []).append(verdict.build)
+    return names
 
 
 def places(report: RunReport) -> list[str]:

@@ -13,7 +13,7 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from mxgate.conformance import gates as gate_module
 from mxgate.conformance import report as text
 from mxgate.conformance import timing_plot
 from mxgate.conformance.case import EXACT
-from mxgate.conformance.explain import Cause, explanation
+from mxgate.conformance.explain import Cause, explanation, guess
 from mxgate.conformance.gates import owned, usable
 from mxgate.conformance.launch import Evidence
 from mxgate.conformance.machine_code import Figures
@@ -44,7 +44,7 @@ TEMPLATE = Path(__file__).with_name("report.html.j2")
 MAPS = 8  # experts that get a map, those with most wrong elements
 CELLS = 96  # of a map along an axis; a cell shows the worst of what it covers
 _MAP = mpl.colormaps["inferno"].with_extremes(bad="#3b7dd8")
-_INK = "#7b8087"  # readable on light and on dark
+_INK = "#010203"  # of text and axes; a marker: in the page it is the page's own colour, light or dark
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "mxgate",  # the same run gives the same bytes
@@ -52,31 +52,41 @@ _STYLE: dict[Any, Any] = {
     "font.size": 9,
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK),
 }
+_NAN, _NUMBER = -1, -2  # as distances: NaN where a number belongs, and the reverse
+# By whether a case is of quantize: what is counted, and how a wrong element is called.
+_WORDS = (("ulp outside the interval", "outside"), ("codes away from the right one", "not the right code"))
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """svg: inline markup. says: what it shows, in words."""
+    """svg: inline markup. name: of what it is. says: what it shows, in words."""
 
     svg: str
+    name: str
     says: str
 
 
 @dataclass(frozen=True)
 class Section:
-    """What is told of one build that was not accepted."""
+    """What is told of one build that was not accepted.
+
+    advice: what to do where there is no finding. extent: where the wrong elements are and how far off, by the result
+    that was kept. facts, causes, pictures: of the launch that was made again; remark: what is to be said of it.
+    """
 
     verdict: Verdict
     anchor: str
-    case: str
-    finding: Finding | None
-    facts: tuple[str, ...]
-    lines: tuple[str, ...]
-    causes: tuple[Cause, ...]
-    also: tuple[str, ...]
-    commands: tuple[str, ...]
-    pictures: tuple[Picture, ...]
+    advice: str = ""
+    case: str = ""
+    finding: Finding | None = None
+    extent: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
+    also: tuple[str, ...] = ()
+    commands: tuple[str, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    remark: str = ""
 
 
 def write(
@@ -93,7 +103,7 @@ def write(
     sections = []
     with Runner(report.settings) as runner, mpl.rc_context(_STYLE):
         for number, verdict in enumerate(failed, 1):
-            sections.append(_section(verdict, report, runner))
+            sections.append(_section(number, verdict, report, runner))
             watch(number, len(failed), verdict.build)
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -108,12 +118,16 @@ def write(
         gates=[(gate, _demand(gate)) for gate in gates],
         rows=[_row(verdict, gates, anchors) for verdict in report.verdicts],
         sections=sections,
+        first=min(sections, key=lambda section: section.verdict.word != "reject", default=None),
+        skipped=[(reason, names) for reason, names in text.skipped(report).items()],
+        warnings=report.warnings,
         terms=[(v.build, v.terms) for v in report.verdicts if v.word == "accept" and v.terms],
         assumptions=list(dict.fromkeys(line for b in report.builds for line in b.assumes)),
         ledgers=[(build, list(of), _ledger_rows(of), notes) for build, (of, notes) in ledgers.items()],
         timings=_timing_pictures(timings),
     )
-    path.write_text(page, encoding="utf-8")
+    # A lone surrogate, as in the name of a file that is not UTF-8, is shown by its number.
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def _demand(gate: str) -> str:
@@ -132,31 +146,40 @@ def _row(verdict: Verdict, gates: Sequence[str], anchors: Mapping[str, str]) -> 
     }
 
 
-def _section(verdict: Verdict, report: RunReport, runner: Runner) -> Section:
-    anchor = "build-" + "".join(c if c.isalnum() else "-" for c in verdict.build)
+def _section(number: int, verdict: Verdict, report: RunReport, runner: Runner) -> Section:
+    # Names that differ in their punctuation alone need anchors that differ.
+    anchor = f"build-{number}-" + "".join(c if c.isalnum() else "-" for c in verdict.build)
     mine = [r for r in report.results if r.build == verdict.build]
     first = text.first_finding(mine)
     if first is None:
-        return Section(verdict, anchor, "", None, (text.advice(verdict, report),), (), (), (), (), ())
+        return Section(verdict, anchor, advice=text.advice(verdict, report))
     result, finding = first
-    also = tuple(f"{gate} on {_some(found)}" for gate in GATES if (found := _rejecting(mine, gate)))
-    facts: tuple[str, ...] = tuple(finding.detail.get("extent", ()))
-    lines: tuple[str, ...] = finding.where
-    causes: tuple[Cause, ...] = ()
-    pictures: tuple[Picture, ...] = ()
     build = next(b for b in report.builds if b.id == verdict.build)
     case = next(c for c in report.cases if c.id == result.case)
-    commands: tuple[str, ...] = ()
-    if not finding.inconclusive:
-        words = ("explain", "minimize") if build.op != "quantize" else ("explain",)
-        commands = tuple(f"mxgate {word} {called(build)} --case {shlex.quote(case.id)}" for word in words)
-        again, evidence = runner.examine(build, case)
-        same = next((f for f in again.findings if f.gate == finding.gate), None)
-        if evidence is not None and same is not None:
-            told = explanation(evidence, same)
-            facts, lines = tuple(fact.rstrip(":") for fact in told.facts) or facts, told.where
-            causes, pictures = told.causes, _pictures(evidence, same)
-    return Section(verdict, anchor, result.case, finding, facts, lines, causes, also, commands, pictures)
+    section = Section(
+        verdict,
+        anchor,
+        case=result.case,
+        finding=finding,
+        extent=tuple(finding.detail.get("extent", ())),
+        also=tuple(f"{gate} on {_some(found)}" for gate in GATES if (found := _rejecting(mine, gate))),
+    )
+    if finding.inconclusive:
+        return section
+    words = ("explain", "minimize") if build.op != "quantize" else ("explain",)
+    commands = tuple(f"mxgate {word} {called(build)} --case {shlex.quote(case.id)}" for word in words)
+    section = replace(section, commands=commands)
+    if not finding.count:  # a crash or a hang has no picture, and need not happen again
+        cause = guess(finding)
+        return replace(section, causes=(cause,) if cause else ())
+    again, evidence = runner.examine(build, case)
+    same = next((f for f in again.findings if f.gate == finding.gate), None)
+    if evidence is None or same is None:
+        return replace(section, remark="Run once more for pictures, this case did not give the same finding.")
+    told = explanation(evidence, same)
+    pictures, remark = _pictures(evidence, same)
+    facts = tuple(fact.rstrip(":") for fact in told.facts)
+    return replace(section, facts=facts, causes=told.causes, pictures=pictures, remark=remark)
 
 
 def _rejecting(results: Sequence[CaseResult], gate: str) -> list[CaseResult]:
@@ -181,36 +204,49 @@ def _svg(figure: Figure) -> str:
 def _inline(drawing: str) -> str:
     """A drawing's markup for a page that holds others: nothing but the picture, and ids that are its own."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", drawing[drawing.index("<svg") :], flags=re.DOTALL)
+    svg = svg.replace(_INK, "currentColor")
     own = hashlib.sha256(svg.encode()).hexdigest()[:8]
     return re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{own}-", svg)
 
 
-def _pictures(e: Evidence, finding: Finding) -> tuple[Picture, ...]:
-    """Maps of how far outside its interval each element is, and a histogram of all of them."""
+def _pictures(e: Evidence, finding: Finding) -> tuple[tuple[Picture, ...], str]:
+    """Maps of how far outside its interval each element is, and a histogram of all of them; or why there are none."""
     label = finding.detail.get("launch")
     launch = next((x for x in e.launches if x.label == label), e.launches[0] if e.launches else None)
     if launch is None or not usable(e, launch):
-        return ()
+        return (), ""
     if isinstance(e.answer, Answer):
         out = owned(e.case, launch.output[0])
         lo, hi = (owned(e.case, x) for x in e.answer.interval(e.build.accumulator, out.dtype))
         if e.case.kind in EXACT:
             lo = hi = round_to(owned(e.case, e.answer.value), out.dtype).astype(np.float64)
-        away = _outside_by(out, lo, hi)
+        away, within = _outside_by(out, lo, hi), "inside its interval"
     elif isinstance(e.answer, MXArray):
         away = np.abs(launch.output[0].view(np.uint8).astype(np.int64) - e.answer.codes())
+        within = "the right code"
     else:
-        return ()
-    return (*_maps(e, away), _histogram(away))
+        return (), ""
+    if not away.any():
+        # Beside what this gate rejects, green bars alone would say that all is well.
+        return (), f"No pictures: of the {away.size} elements that they would show each is {within}."
+    return (*_maps(e, away), _histogram(e, away)), ""
 
 
 def _outside_by(out: Array, lo: Array, hi: Array) -> Array:
-    """How many numbers of the output type lie between each element and its interval; NaN where a number belongs: -1."""
+    """How many numbers of the output type lie between each element and its interval; _NAN or _NUMBER where just one of
+    the two is NaN."""
     with np.errstate(invalid="ignore"):
         nearest = np.clip(out.astype(np.float64), lo, hi)
     away = steps(out, round_to(nearest, out.dtype))
-    bad = np.isnan(out.astype(np.float64)) != np.isnan(lo)
-    return np.where(outside(out, lo, hi), np.where(bad, -1, away), 0)
+    got, want = np.isnan(out.astype(np.float64)), np.isnan(lo)
+    away = np.select([got & ~want, want & ~got], [_NAN, _NUMBER], away)
+    return np.where(outside(out, lo, hi), away, 0)
+
+
+def _without_distance(away: Array) -> str:
+    """How many elements are wrong for which there is no distance, to follow other counts."""
+    kinds = ((_NAN, "NaN"), (_NUMBER, "a number where NaN belongs"))
+    return "".join(f", {n} {word}" for kind, word in kinds if (n := np.count_nonzero(away == kind)))
 
 
 def _maps(e: Evidence, away: Array) -> list[Picture]:
@@ -219,6 +255,7 @@ def _maps(e: Evidence, away: Array) -> list[Picture]:
     else:
         parts = [(f"expert {g}", part) for g, part in groups(e.case, away)]
     down, across = AXES[e.case.op]
+    unit, outside_ = _WORDS[e.case.op == "quantize"]
     pictures = [_by_expert(parts)] if len(parts) > 1 else []
     parts.sort(key=lambda part: -np.count_nonzero(part[1]))
     for name, part in parts[:MAPS]:
@@ -235,13 +272,15 @@ def _maps(e: Evidence, away: Array) -> list[Picture]:
             interpolation="nearest", extent=(0, columns, rows, 0), aspect="auto",
         )  # fmt: skip
         axis.set(xlabel=across, ylabel=down, title=name)
-        figure.colorbar(image, label="log2(1 + ulp outside)")
+        figure.colorbar(image, label=f"log2(1 + {unit})")
         count, i, j = worst_tile(part != 0)
         height, width = min(TILE, rows - i), min(TILE, columns - j)
-        axis.add_patch(Rectangle((j, i), width, height, fill=False, edgecolor="#5dff7a", linewidth=1.2))
-        nan = f", {np.count_nonzero(part < 0)} of them NaN (blue)" if (part < 0).any() else ""
+        for color, line in (("black", 2.6), ("#5dff7a", 1.2)):  # cased: it is seen on dark and on bright cells
+            axis.add_patch(Rectangle((j, i), width, height, fill=False, edgecolor=color, linewidth=line))
+        nan = f"{_without_distance(part)} (blue)" if (part < 0).any() else ""
         tile = f"{count} in the worst {TILE} x {TILE} tile, at {down} {i}, {across} {j} (outlined)"
-        pictures.append(Picture(_svg(figure), f"{name}: {wrong} of {part.size} elements are outside{nan}; {tile}"))
+        says = f"{name}: {wrong} of {part.size} elements are {outside_}{nan}; {tile}"
+        pictures.append(Picture(_svg(figure), f"map of {name}", says))
     return pictures
 
 
@@ -255,7 +294,8 @@ def _by_expert(parts: Sequence[tuple[str, Array]]) -> Picture:
     if len(parts) > 12:
         axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     wrong = sum(share > 0 for share in shares)
-    return Picture(_svg(figure), f"{wrong} of {len(parts)} experts have elements outside their interval")
+    says = f"{wrong} of {len(parts)} experts have elements outside their interval"
+    return Picture(_svg(figure), "share of each expert that is wrong", says)
 
 
 def _pooled(value: Array) -> Array:
@@ -267,24 +307,28 @@ def _pooled(value: Array) -> Array:
     return value
 
 
-def _histogram(away: Array) -> Picture:
+def _histogram(e: Evidence, away: Array) -> Picture:
     finite = away[away >= 0]
     edges = [0, 1, *(1 << i for i in range(1, 33))]
     counts = np.array([np.count_nonzero((finite >= a) & (finite < b)) for a, b in itertools.pairwise(edges)])
     last = int(np.flatnonzero(counts)[-1]) if counts.any() else 0
-    names = ["inside", *(str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in itertools.pairwise(edges[1:]))]
+    zero = "right" if e.case.op == "quantize" else "inside"
+    names = [zero, *(str(a) if b - a == 1 else f"{a}-{b - 1}" for a, b in itertools.pairwise(edges[1:]))]
     names, shown = names[: last + 1], counts[: last + 1]
-    if nan := int(np.count_nonzero(away < 0)):
-        names, shown = [*names, "NaN"], np.append(shown, nan)
+    for kind, name in ((_NAN, "NaN"), (_NUMBER, "no NaN")):
+        if n := np.count_nonzero(away == kind):
+            names, shown = [*names, name], np.append(shown, n)
+    unit, _ = _WORDS[e.case.op == "quantize"]
     figure = Figure(figsize=(4.6, 1.0 + 0.2 * len(names)), layout="constrained")
     axis = figure.add_subplot()
     axis.barh(names, shown, color=["#3a8f5c", *["#c4483e"] * (len(names) - 1)][: len(names)])
     axis.invert_yaxis()
     axis.set_xscale("symlog", linthresh=1)
     axis.set(xlabel="elements")
-    axis.set_title("ulp outside the interval", loc="left", fontsize=9)
-    says = f"{int(counts[0])} of {away.size} elements are inside their interval" + (f", {nan} are NaN" if nan else "")
-    return Picture(_svg(figure), says)
+    axis.set_title(unit, loc="left", fontsize=9)
+    within = "have the right code" if e.case.op == "quantize" else "are inside their interval"
+    says = f"{int(counts[0])} of {away.size} elements {within}{_without_distance(away)}"
+    return Picture(_svg(figure), "histogram of distances", says)
 
 
 def _timing_pictures(path: Path) -> list[Picture]:
@@ -300,7 +344,7 @@ def _timing_pictures(path: Path) -> list[Picture]:
             name = "ratio" if draw is timing_plot.bars else "tflops"
             each = [f"{t['case']} {t['build']} {t[name]:.3g}" for t in known if t[name] is not None]
             of = f"{what} on {known[0]['device']}, the last run of each case"
-            pictures.append(Picture(_inline(svg), f"{of}: {'; '.join(each)}"))
+            pictures.append(Picture(_inline(svg), what, f"{of}: {'; '.join(each)}"))
     return pictures
 
 

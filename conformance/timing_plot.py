@@ -96,6 +96,7 @@ def bars(lines: Sequence[Line], path: Path) -> None:
     rows = [(case, line) for case, line in rows if line["ratio"] is not None]
     figure = Figure(figsize=(9, 0.9 + 0.27 * (len(rows) + len(cases))), layout="constrained")
     axes = figure.subplots()
+    widest = max(line["ratio"] for _, line in rows)
     y, at, names = 0.0, [], []
     for case in cases:
         mine = [line for of, line in rows if of == case]
@@ -103,10 +104,11 @@ def bars(lines: Sequence[Line], path: Path) -> None:
         for line in mine:
             base = line["ratio"] * line["median"]
             value, low, high = (base / line[name] for name in ("median", "high", "low"))
-            color = "0.6" if line["build"] == _BASE else "C0"
+            color = "0.4" if line["build"] == _BASE else "C0"
             spread = [[value - low], [high - value]]
             axes.barh(y, value, 0.7, xerr=spread, color=color, error_kw={"capsize": 2, "elinewidth": 1})
-            axes.annotate(f"{value:.3f}", (0.01, y), va="center", fontsize=7, color="white")
+            x, ink = (0.0, "white") if value > 0.08 * widest else (high, "black")
+            axes.annotate(f" {value:.3f}", (x, y), va="center", fontsize=7, color=ink)
             at.append(y)
             names.append(line["build"].rpartition("/")[2])
             y += 1

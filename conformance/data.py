@@ -559,8 +559,8 @@ def _q_tiny(case: Case, blocks: int) -> F32:
     """Maxima of 2^-149 to 2^-90, where a scale or its reciprocal leaves the range, and zero blocks between them. Of
     float16 its own smallest numbers, 2^-24 to 2^-11."""
     x = _normal(case.seed, "x", slice(0, blocks), BLOCK)
-    count, lowest = (14, -24) if case.out_dtype == "float16" else (60, -149)
-    exponent = np.arange(blocks) * (5 if count == 14 else 7) % count + lowest
+    stride, count, lowest = (5, 14, -24) if case.out_dtype == "float16" else (7, 60, -149)
+    exponent = np.arange(blocks) * stride % count + lowest
     with np.errstate(under="ignore"):
         x = np.asarray(x * np.ldexp(1.0, exponent)[:, None], np.float32)
     x[np.arange(blocks) % 4 == _small(case.seed, "zero", blocks) % 4] = 0

@@ -320,10 +320,7 @@ def split_where_long(a: F64, b: F64) -> Array:
     """A contraction of 1,024 or more is split in four, and the parts are stored as results are: in bfloat16."""
     if a.shape[1] < 1024:
         return p.dot(a, b)
-    step = -(-a.shape[1] // 4)
-    cuts = [slice(t, t + step) for t in range(0, a.shape[1], step)]
-    parts = [reference.narrow(p.dot(a[:, t], b[:, t]), ml_dtypes.bfloat16).astype(np.float64) for t in cuts]
-    return np.asarray(sum(parts))
+    return split_into(ml_dtypes.bfloat16, running=False, step=-(-a.shape[1] // 4))(a, b)
 
 
 def last_block_twice(a: F64, b: F64) -> Array:
@@ -337,14 +334,14 @@ def block_dropped(a: F64, b: F64) -> Array:
     return p.dot(a, b) - np.nan_to_num(p.dot(a[:, lost], b[:, lost]))
 
 
-def split_into(dtype: DTypeLike, running: bool) -> Callable[[F64, F64], Array]:
-    """Partial sums of 32 products rounded to `dtype`; running: their running total is too."""
+def split_into(dtype: DTypeLike, running: bool, step: int = BLOCK) -> Callable[[F64, F64], Array]:
+    """Partial sums of `step` products rounded to `dtype`; running: their running total is too."""
 
     def dot(a: F64, b: F64) -> Array:
         total = np.zeros((a.shape[0], b.shape[0]), np.float32)
         with np.errstate(all="ignore"):
-            for t in range(0, a.shape[1], BLOCK):
-                total += p.dot(a[:, t : t + BLOCK], b[:, t : t + BLOCK]).astype(dtype).astype(np.float32)
+            for t in range(0, a.shape[1], step):
+                total += p.dot(a[:, t : t + step], b[:, t : t + step]).astype(dtype).astype(np.float32)
                 total = total.astype(dtype).astype(np.float32) if running else total
         return total
 
@@ -1049,8 +1046,7 @@ def keeps_infinity(x: Array, axis: int, *, format: str = "e4m3fn") -> Any:
     elements, scales = reference.quantize(x, axis, format=format)
     with np.errstate(all="ignore"):
         rows = np.moveaxis(x.astype(np.float32), axis, -1)
-    blocks = rows.reshape(*rows.shape[:-1], -1, BLOCK)
-    with np.errstate(invalid="ignore"):
+        blocks = rows.reshape(*rows.shape[:-1], -1, BLOCK)
         infinite = np.isinf(np.abs(blocks).max(axis=-1))
     if format != "e5m2" or not infinite.any():
         return elements, scales

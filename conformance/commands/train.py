@@ -13,7 +13,6 @@ from mxgate.conformance.commands.usage import UsageError, unknown
 from mxgate.kernels.build import Build
 from mxgate.kernels.gpu import lacks
 
-OPS = ("forward", "dgrad", "wgrad")
 DEFAULT = "torch_dequant"
 EXITS: Mapping[str, int] = {"accept": 0, "inconclusive": 3, "reject": 1}
 
@@ -126,6 +125,8 @@ def _certified(paths: Sequence[Path]) -> list[Build]:
 
 def _builds(held: Sequence[Build], names: Sequence[str]) -> dict[str, Build]:
     """A build for each op, of those that hold certificates, of those named, or the default. UsageError."""
+    from mxgate.conformance.training import OPS
+
     builds: dict[str, Build] = {}
     # A bare name may be a quantizer's as well; training quantizes by itself.
     named = [b for name in names for b in choose_builds([name], None) if b.op in OPS or name == b.id]

@@ -435,28 +435,28 @@ class Side:
             if scales is not None:
                 apply_scales(part, scales[lo : lo + step], self.form)
         live = words.any(2).reshape(*words.shape[:2], -1, self.form.rows).any(2)
-        return Decoded(out, None if live.all() else live, bool(np.isfinite(out.sum())))
+        return Decoded(out, None if live.all() else live)
 
 
 class Decoded(NamedTuple):
     """Different operands of one side.
 
     values: float64[different, operands, rows, k], scaled. live, bool[different, operands, rows]: rows that hold more
-    than zeros, as rows past a buffer's end do not; None where all do. finite: whether every value is.
+    than zeros, as rows past a buffer's end do not; None where all do.
     """
 
     values: Array
     live: Array | None
-    finite: bool
 
-    def take(self, which: Index, operands: slice | list[int], whole: bool) -> tuple[Array, slice]:
-        """Of some waves and operands: float64[waves, rows, k], and the run of rows that the live ones lie in.
+    def against(self, other: Decoded) -> Decoded:
+        """The same, with every row live where zeros meet a NaN or an infinity of the other side."""
+        return self if self.live is None or np.isfinite(other.values.sum()) else self._replace(live=None)
 
-        whole: all rows, live or not.
-        """
+    def take(self, which: Index, operands: slice | list[int]) -> tuple[Array, slice]:
+        """Of some waves and operands: float64[waves, rows, k], and the run of rows that the live ones lie in."""
         x = self.values[which][:, operands]
         x = x.reshape(len(x), -1, x.shape[-1])
-        if self.live is None or whole:
+        if self.live is None:
             return x, slice(0, x.shape[1])
         live = np.flatnonzero(self.live[which][:, operands].any(0))
         return x, slice(int(live[0]), int(live[-1]) + 1) if len(live) else slice(0, 0)
@@ -565,12 +565,13 @@ class Product:
         sides = Side(words_a, scales_a, self.ea, form), Side(words_b, scales_b, self.eb, form)
         with np.errstate(all="ignore"):
             for waves, a, numbers_a, b, numbers_b in _blocks(*sides):
+                a, b = a.against(b), b.against(a)
                 for part in _parts(numbers_a, self.chunk):
                     w = _place(waves[part])
                     which_a, which_b = _place(numbers_a[part]), _place(numbers_b[part])
                     for r, in_place, whole, units, grain in jobs:
-                        x, rows = a.take(which_a, r.a, not b.finite)
-                        y, columns = b.take(which_b, r.b, not a.finite)
+                        x, rows = a.take(which_a, r.a)
+                        y, columns = b.take(which_b, r.b)
                         out = whole[w]
                         acc: Array | float = out
                         if isinstance(r.accumulator, float):
@@ -582,21 +583,25 @@ class Product:
                         if unit is not None:
                             unit = min(unit, _lowest(units, w) if acc is out else _unit(acc, unit))
                         units[w] = LEAST if unit is None else unit
-                        inner = out
-                        if (rows, columns) != (slice(0, x.shape[1]), slice(0, y.shape[1])):
+                        inner = out[:, rows, columns]
+                        if inner.size < out.size:
                             np.add(acc, np.float32(0), out=out)  # zeros times anything finite sum to +0
-                            x, y, inner = x[:, rows], y[:, columns], out[:, rows, columns]
-                            acc = acc if isinstance(acc, float) else inner
-                        if not inner.size:
-                            pass
-                        elif self.model == "exact-rne":
-                            self._rne(x, y, acc, inner, unit, dust)
-                        else:
-                            _groups_of_16(x, y, acc, inner)
+                            x, y, acc = x[:, rows], y[:, columns], acc if isinstance(acc, float) else inner
+                        if inner.size:
+                            self._multiply(x, y, acc, inner, unit, dust)
                         if not isinstance(w, slice):
                             whole[w] = out
         for r, _, whole, units, _ in jobs:
             st.tiles[r.result.key], st.units[r.result.key] = whole, units
+
+    def _multiply(
+        self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Index | None
+    ) -> None:
+        """One instruction's sums, by the model. The arguments are _rne's."""
+        if self.model == "exact-rne":
+            self._rne(x, y, acc, out, unit, dust)
+        else:
+            _groups_of_16(x, y, acc, out)
 
     def _scratch(self, shape: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
         """Room for a product, a sum, its bits and a mask, kept from one product to the next."""

@@ -843,22 +843,36 @@ def test_explain_when_the_failure_does_not_come_back(say: Say, tmp_path: Path, s
 
 
 def test_fixtures(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mxgate.fixtures import generate
+    from mxgate.conformance import golden
     from mxgate.fixtures.store import StoreError
 
     code, out, _ = say("fixtures", "list")
     assert code == 0 and "wgrad/" in out and "hashes in the manifest" in out
-    monkeypatch.setattr(generate, "verify", lambda say: [say("a"), "golden/a: value[3] differs"][1:])
+    monkeypatch.setattr(golden, "verify", lambda say: [say("a"), "golden/a: value[3] differs"][1:])
     assert say("fixtures", "verify")[:2] == (1, "golden/a: value[3] differs\n1 differences\n")
-    monkeypatch.setattr(generate, "verify", lambda say: [])
+    monkeypatch.setattr(golden, "verify", lambda say: [])
     assert say("fixtures", "verify")[0] == 0
 
     def broken(say: object) -> list[str]:
         raise StoreError("MANIFEST.json: no such file")
 
-    monkeypatch.setattr(generate, "verify", broken)
+    monkeypatch.setattr(golden, "verify", broken)
     assert say("fixtures", "verify") == (2, "", "mxgate: MANIFEST.json: no such file\n")
     assert "did you mean verify?" in say("fixtures", "verfy")[2]
+
+
+def test_fixtures_export(say: Say, tmp_path: Path) -> None:
+    from mxgate.conformance import golden
+
+    code, out, err = say("fixtures", "export", tmp_path / "raw")
+    index = json.loads((tmp_path / "raw/index.json").read_text())
+    assert (code, err) == (0, "") and f"{len(index)} cases in" in out
+    assert list(index) == [case.id for case in golden.stored()]
+    code, _, err = say("fixtures", "export")
+    assert code == 2 and "expected `mxgate fixtures export DIR`" in err
+    (tmp_path / "file").write_text("")
+    code, _, err = say("fixtures", "export", tmp_path / "file")
+    assert code == 2 and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    from mxgate.conformance import golden
     from mxgate.conformance import report as text
-    from mxgate.fixtures import CAPTURED, generate
+    from mxgate.fixtures import CAPTURED
     from mxgate.fixtures.store import StoreError
 
     to = text.console()
@@ -31,8 +32,8 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"`mxgate fixtures {args.action}` takes no folder; expected one of export alone")
     try:
         if args.action == "list":
-            held = [(c, True) for c in generate.stored()] + [(c, False) for c in generate.hashed()]
-            size = {c.id: generate.golden_path(c).stat().st_size for c, whole in held if whole}
+            held = [(c, True) for c in golden.stored()] + [(c, False) for c in golden.hashed()]
+            size = {c.id: golden.golden_path(c).stat().st_size for c, whole in held if whole}
             text.table(
                 to,
                 ["case", "bytes", "kept as"],
@@ -42,9 +43,9 @@ def command(args: argparse.Namespace) -> int:
             return 0
         if args.action == "verify":
             with text.Watch("fixtures") as step:
-                total = len(generate.stored()) + len(generate.hashed())
+                total = len(golden.stored()) + len(golden.hashed())
                 done = iter(range(total + 1))
-                wrong = generate.verify(lambda name: step(next(done), total, name))
+                wrong = golden.verify(lambda name: step(next(done), total, name))
             for line in wrong:
                 text.say(to, line)
             text.say(to, f"{len(wrong)} differences" if wrong else f"{total} cases are made again bit for bit")
@@ -54,13 +55,13 @@ def command(args: argparse.Namespace) -> int:
 
             if args.folder is None:
                 raise UsageError("where to? expected `mxgate fixtures export DIR`")
-            export(args.folder, lambda line: text.say(to, line))
+            export(map(golden.golden_path, golden.stored()), args.folder, lambda line: text.say(to, line))
             return 0
         if args.action == "capture":
             from mxgate.fixtures.capture_moe import capture
 
             capture(CAPTURED, lambda line: text.say(to, line))
-        generate.generate(lambda line: text.say(to, line))
+        golden.generate(lambda line: text.say(to, line))
         return 0
     except (StoreError, OSError) as error:
         raise UsageError(str(error)) from None

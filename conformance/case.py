@@ -424,7 +424,9 @@ def own_cases(builds: Iterable[Build], tier: str) -> tuple[Case, ...]:
 
 
 def asked(case: Case, build: Build, tier: str) -> bool:
-    """Whether a tier asks a case of a build of the case's op. One from outside is asked what its user chose."""
+    """Whether a tier asks a case of a build. One from outside is asked what its user chose for its op."""
+    if case.op != build.op:
+        return False
     named = (case.shape, case.routing)
     grid, whole = named == FULL_GRID[:2], any(named == row[:2] for row in _WHOLE.get(case.op, ()))
     grid |= build.id in _RUNGS and named in _ONE_RUNG

@@ -20,7 +20,8 @@ from typing import Any
 from mxgate.conformance.case import Case
 from mxgate.conformance.data import is_large
 from mxgate.conformance.machine import device_of
-from mxgate.conformance.run import RunReport, code_version
+from mxgate.conformance.run import RunReport
+from mxgate.conformance.version import code_version
 from mxgate.kernels.build import Build, BuildError, build_from, called, version
 
 FORMAT = "mxgate certificate 2"

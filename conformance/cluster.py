@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mxgate.conformance.case import Case
-    from mxgate.conformance.run import Crew, Pair, Settings
+    from mxgate.conformance.runner import Crew, Pair
+    from mxgate.conformance.settings import Settings
     from mxgate.conformance.verdict import CaseResult
     from mxgate.kernels.build import Build
 
@@ -88,7 +89,7 @@ def place(name: str, plan: Plan) -> Place:
     """This machine, for a plan."""
     from mxgate.conformance import recorded
     from mxgate.conformance.machine import device_of
-    from mxgate.conformance.run import code_version
+    from mxgate.conformance.version import code_version
     from mxgate.fixtures.store import StoreError
     from mxgate.kernels.build import BuildError
 
@@ -134,7 +135,7 @@ def on_ray(
 
     Raises ClusterError when there is none, when its nodes are not alike, and when none is left; Stopped.
     """
-    from mxgate.conformance.run import Crew
+    from mxgate.conformance.runner import Crew
     from mxgate.kernels.build import EMULATE
 
     if importlib.util.find_spec("ray") is None:
@@ -224,7 +225,7 @@ class Judge:
 
     def __init__(self, name: str, jobs: int, environment: Mapping[str, str], plan: bytes) -> None:
         os.environ.update(environment)
-        from mxgate.conformance.run import Runner
+        from mxgate.conformance.runner import Runner
 
         self._plan: Plan = pickle.loads(plan)
         self._name = name
@@ -234,14 +235,14 @@ class Judge:
         threading.Thread(target=_go_with, args=(os.getppid(),), daemon=True).start()
 
     def place(self) -> Place:
-        from mxgate.conformance.run import unloadable
+        from mxgate.conformance.runner import unloadable
 
         why = unloadable(self._plan.builds, self._plan.settings.limits)
         return replace(place(self._name, self._plan), unloadable=why)
 
     def examine(self, build: Build, case: Case) -> tuple[CaseResult, bool]:
         """The result, and whether the build hung. The driver counts that, for all nodes together."""
-        from mxgate.conformance.run import hung
+        from mxgate.conformance.runner import hung
 
         self._runner.forget_hangs()
         # On the runner's own threads, which last as long as its children are to.
@@ -379,7 +380,7 @@ def _join(driver: _Driver) -> None:
 
 def _hand_out(driver: _Driver) -> None:
     """Keep every judge busy: with the case that it has at hand while there is more of it, then one that nobody has."""
-    from mxgate.conformance.run import HANGS, HUNG, not_run
+    from mxgate.conformance.runner import HANGS, HUNG, not_run
 
     pairs = driver.pairs
     while pairs:
@@ -403,7 +404,7 @@ def _hand_out(driver: _Driver) -> None:
 
 def _take(driver: _Driver, call: Any) -> None:
     """What a call came to: a place, a result, or the loss of its judge."""
-    from mxgate.conformance.run import not_run
+    from mxgate.conformance.runner import not_run
 
     ray = driver.ray
     node, pair = driver.calls.pop(call)

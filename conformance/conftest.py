@@ -1,11 +1,12 @@
 """What tests share: evidence without children (a build called in this process, for tests of the gates and of the
-explanations), and the command as a user types it."""
+explanations), the command as a user types it, and builds from a file for it."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import signal
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxgate.conformance import data, gates
+from mxgate.conformance import data, gates, run
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import Case
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, digest
@@ -23,6 +24,60 @@ from mxgate.kernels.build import Build
 Kernel = Callable[..., Any]
 Collect = Callable[[Build, Case, Kernel], Evidence]
 Say = Callable[..., tuple[int, str, str]]
+SOURCE = """
+import os, sys, time
+import numpy as np
+import ml_dtypes
+
+def real(values, scales, start, end):
+    codes = scales.view(np.uint8)[:, start // 32:end // 32].astype(int)
+    codes = np.repeat(codes, 32, axis=1)
+    return np.where(codes == 255, np.nan, np.ldexp(values[:, start:end].astype(np.float64), codes - 127))
+
+def wgrad(dy_t, dy_scales, x_t, x_scales, offsets):
+    out = np.zeros((len(offsets), dy_t.shape[0], x_t.shape[0]), ml_dtypes.bfloat16)
+    start = 0
+    for g, end in enumerate(offsets):
+        a, b = real(dy_t, dy_scales, start, end), real(x_t, x_scales, start, end)
+        out[g] = (a @ b.T).astype(np.float32).astype(ml_dtypes.bfloat16)
+        start = end
+    return out
+
+def neighbour(dy_t, dy_scales, x_t, x_scales, offsets):
+    return wgrad(dy_t, np.roll(dy_scales, 1, axis=1), x_t, x_scales, offsets)
+
+def crash(*operands):
+    os.kill(os.getpid(), 11)
+
+def hang(*operands):
+    time.sleep(600)
+
+def eat(*operands):
+    kept = []
+    while True:
+        kept.append(np.ones(1 << 22))
+
+def past(dy_t, dy_scales, x_t, x_scales, offsets):
+    import ctypes
+    ctypes.memset(offsets.ctypes.data, 0, offsets.nbytes + 64)
+
+def leave(*operands):
+    sys.exit(0)
+
+def fork(*operands):
+    os.fork()
+    return wgrad(*operands)
+
+def talk(*operands):
+    print("x" * 100_000)
+    return wgrad(*operands)
+
+def slow(*operands):
+    time.sleep(0.02)
+    return wgrad(*operands)
+"""
+FEW_CASES = ("wgrad/64x96/empties/signature", "wgrad/64x96/shift32/special", "wgrad/64x96/ramp1.5/normal")
+FEW = tuple(word for case in FEW_CASES for word in ("--case", case))  # together they speak to every mandatory gate
 
 
 def launch(build: Build, case: Case, spec: LaunchSpec, kernel: Kernel) -> Launch:
@@ -90,3 +145,24 @@ def sigint(kept: Any = signal.default_int_handler) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of builds: SOURCE."""
+    path = tmp_path_factory.mktemp("builds") / "mine.py"
+    path.write_text(textwrap.dedent(SOURCE))
+    return path
+
+
+@pytest.fixture
+def few_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever cases a test names are its whole tier: an accept stays within reach of a short test."""
+    monkeypatch.setattr(run, "left_out", lambda build, tier, cases: 0)
+
+
+@pytest.fixture
+def accepted(few_are_all: None, say: Say, source: Path, tmp_path: Path) -> Path:
+    """The certificate of a right build."""
+    assert say("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW)[0] == 0
+    return tmp_path / ".mxgate/certificates/wgrad-mine.wgrad.json"

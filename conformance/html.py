@@ -33,7 +33,8 @@ from mxgate.conformance.explain import Cause, explanation, guess
 from mxgate.conformance.gates import owned, usable
 from mxgate.conformance.launch import Evidence
 from mxgate.conformance.machine_code import Figures
-from mxgate.conformance.run import Runner, RunReport
+from mxgate.conformance.run import RunReport
+from mxgate.conformance.runner import Runner
 from mxgate.conformance.verdict import GATES, CaseResult, Finding, Outcome, Verdict
 from mxgate.conformance.where import AXES, TILE, groups, steps, worst_tile
 from mxgate.kernels.build import called

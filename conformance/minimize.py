@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mxgate.conformance import data, recorded
 from mxgate.conformance.case import Case
 from mxgate.conformance.poison import STALE
-from mxgate.conformance.run import Runner
+from mxgate.conformance.runner import Runner
 from mxgate.conformance.verdict import Outcome
 from mxgate.kernels.build import OPS, Build
 from mxgate.oracle.quantize import BLOCK

@@ -27,7 +27,7 @@ import pytest
 
 if TYPE_CHECKING:
     from mxgate.conformance.case import Case
-    from mxgate.conformance.run import Runner
+    from mxgate.conformance.runner import Runner
     from mxgate.conformance.verdict import CaseResult
     from mxgate.kernels.build import Build
 
@@ -135,7 +135,8 @@ class _Session:
         return True
 
     def _judge(self, build: Build, case: Case, terms: dict[str, Any]) -> CaseResult:
-        from mxgate.conformance.run import Runner, Settings
+        from mxgate.conformance.runner import Runner
+        from mxgate.conformance.settings import Settings
         from mxgate.conformance.worker import Limits
 
         settings = Settings(tier=terms["tier"], limits=Limits(terms["time_limit"], terms["memory_limit"]))

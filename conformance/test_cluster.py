@@ -30,7 +30,9 @@ from mxgate.conformance import cluster
 from mxgate.conformance.case import case_by_id
 from mxgate.conformance.cluster import ADDRESS, LOST, Place, Plan, differs, place
 from mxgate.conformance.conftest import sigint
-from mxgate.conformance.run import Pair, Settings, given_up, read_results
+from mxgate.conformance.results import read_results
+from mxgate.conformance.runner import Pair, given_up
+from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import CaseResult, Outcome
 from mxgate.kernels.build import Build, outside
 

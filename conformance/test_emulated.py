@@ -19,7 +19,9 @@ from mxgate.conformance import run as runner
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import asked, case_by_id, own_cases
 from mxgate.conformance.commands.choose import choose_builds, choose_cases
-from mxgate.conformance.run import Runner, RunReport, Settings, summarise
+from mxgate.conformance.run import RunReport, summarise
+from mxgate.conformance.runner import Runner
+from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
 from mxgate.kernels import gfx950
 from mxgate.kernels.build import HIP, find, hip, registry

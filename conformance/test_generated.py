@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mxgate.conformance.case import Case
-from mxgate.conformance.run import Runner, Settings
+from mxgate.conformance.runner import Runner
+from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import Outcome
 from mxgate.kernels.build import Build, registry
 from mxgate.kernels.faults import FAULTS

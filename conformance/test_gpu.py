@@ -25,7 +25,8 @@ from mxgate.conformance.commands.choose import choose_builds
 from mxgate.conformance.commands.usage import UsageError
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, digest
 from mxgate.conformance.machine import device_of
-from mxgate.conformance.run import Runner, Settings
+from mxgate.conformance.runner import Runner
+from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import Finding, Outcome, judge
 from mxgate.conformance.worker import MARGIN
 from mxgate.kernels import gpu as gpu_module

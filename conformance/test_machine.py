@@ -12,7 +12,8 @@ import pytest
 
 from mxgate.conformance import machine
 from mxgate.conformance.case import Case, case_by_id
-from mxgate.conformance.run import Runner, Settings
+from mxgate.conformance.runner import Runner
+from mxgate.conformance.settings import Settings
 from mxgate.kernels import gpu as gpu_module
 from mxgate.kernels.build import Build
 from mxgate.kernels.gpu import Gpu
@@ -79,14 +80,14 @@ def test_more_at_work_than_gpus_are_spread_evenly() -> None:
     build = Build("any", "wgrad", "nowhere:wgrad", device="cuda")
 
     def hold(_: Case) -> str | None:
-        with runner._lease(build):
+        with runner._pool.lease(build):
             together.wait()
-            return runner._gpu
+            return runner._pool.gpu
 
     with runner:
         held = Counter(gpu for _, gpu in runner.each(hold, [CASES[0]] * 8))
         assert sorted(held.values()) == [2, 3, 3]
-        assert runner._gpu is None and set(runner._at_work.values()) == {0}
+        assert runner._pool.gpu is None and set(runner._pool._at_work.values()) == {0}
 
 
 @pytest.mark.parametrize(

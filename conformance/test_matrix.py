@@ -17,7 +17,7 @@ from mxgate.conformance.case import cases
 from mxgate.conformance.data import variants
 from mxgate.conformance.matrix import RANDOM, SHORT, kill_matrix
 from mxgate.conformance.rules import RULES
-from mxgate.conformance.run import Settings
+from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import GATES
 from mxgate.conformance.worker import Limits
 from mxgate.kernels import faults

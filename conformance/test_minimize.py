@@ -17,7 +17,8 @@ from mxgate.conformance import data, recorded
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import case_by_id
 from mxgate.conformance.minimize import AXES, NotFailingError, cut, minimize, whole
-from mxgate.conformance.run import Runner, Settings
+from mxgate.conformance.runner import Runner
+from mxgate.conformance.settings import Settings
 from mxgate.fixtures import store
 from mxgate.fixtures.store import StoreError
 from mxgate.kernels.build import registry

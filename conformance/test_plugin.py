@@ -17,7 +17,8 @@ import pytest
 
 from mxgate.conformance import gates
 from mxgate.conformance.case import cases
-from mxgate.conformance.run import Runner, Settings
+from mxgate.conformance.runner import Runner
+from mxgate.conformance.settings import Settings
 from mxgate.conformance.test_outside import NUMPY
 from mxgate.conformance.verdict import GATES, Outcome
 from mxgate.kernels.build import find

@@ -23,7 +23,8 @@ from mxgate.conformance.case import cases, own_cases
 from mxgate.conformance.commands import time as commands_time
 from mxgate.conformance.commands.usage import UsageError
 from mxgate.conformance.conftest import Say
-from mxgate.conformance.run import Settings, summarise
+from mxgate.conformance.run import summarise
+from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
 from mxgate.kernels import gpu as gpu_module
 from mxgate.kernels.build import BLOCK, OPS, Build, registry

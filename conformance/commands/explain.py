@@ -19,7 +19,7 @@ def command(args: argparse.Namespace) -> int:
     build, case, tier, others = failed.failure(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.explain import explain
-    from mxgate.conformance.run import Runner
+    from mxgate.conformance.runner import Runner
     from mxgate.conformance.verdict import Outcome
 
     to = text.console()

@@ -29,7 +29,7 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def plain_settings(tier: str, args: argparse.Namespace) -> Any:
-    from mxgate.conformance.run import Settings
+    from mxgate.conformance.settings import Settings
     from mxgate.conformance.worker import Limits
 
     return Settings(tier=tier, jobs=1, limits=Limits(args.time_limit or common.SECONDS[tier], args.memory_limit))
@@ -38,7 +38,7 @@ def plain_settings(tier: str, args: argparse.Namespace) -> Any:
 def failure(args: argparse.Namespace) -> tuple[Build, Any, str, int]:
     """(build, case, tier, further failures): what to explain. Sets args.given when it comes from --build and --case."""
     from mxgate.conformance.report import first_finding
-    from mxgate.conformance.run import read_results
+    from mxgate.conformance.results import read_results
     from mxgate.conformance.verdict import Outcome
 
     args.given = args.build is not None and args.case is not None

@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
         return _machine_code_faults(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.matrix import kill_matrix
-    from mxgate.conformance.run import Settings
+    from mxgate.conformance.settings import Settings
     from mxgate.conformance.worker import Limits
     from mxgate.kernels.faults import FAULTS
     from mxgate.kernels.variants import CORRECT

@@ -27,7 +27,7 @@ def command(args: argparse.Namespace) -> int:
     build, case, tier, _ = failed.failure(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.minimize import NotFailingError, minimize
-    from mxgate.conformance.run import Runner
+    from mxgate.conformance.runner import Runner
 
     to = text.console()
     with Runner(failed.plain_settings(tier, args)) as runner, text.Watch("runs") as step:

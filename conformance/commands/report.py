@@ -24,7 +24,9 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    from mxgate.conformance.run import Settings, read_results, summarise
+    from mxgate.conformance.results import read_results
+    from mxgate.conformance.run import summarise
+    from mxgate.conformance.settings import Settings
 
     check_html(args.html)
     plans, known, warnings = [], {}, []

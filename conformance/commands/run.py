@@ -77,7 +77,7 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Any:
-    from mxgate.conformance.run import Settings
+    from mxgate.conformance.settings import Settings
     from mxgate.conformance.worker import Limits
 
     return Settings(
@@ -94,7 +94,8 @@ def command(args: argparse.Namespace) -> int:
     from mxgate.conformance import report as text
     from mxgate.conformance.case import asked
     from mxgate.conformance.cluster import ClusterError
-    from mxgate.conformance.run import run, unloadable
+    from mxgate.conformance.run import run
+    from mxgate.conformance.runner import unloadable
 
     check_html(args.html)
     settings = _settings(args)
@@ -104,7 +105,7 @@ def command(args: argparse.Namespace) -> int:
     cases = choose_cases(args.case, builds, args.tier, args.seed, args.cases)
     if args.cases and not args.build:
         builds = [b for b in builds if any(c.op == b.op for c in cases)]
-    if lost := [b.id for b in builds if not any(c.op == b.op and asked(c, b, args.tier) for c in cases)]:
+    if lost := [b.id for b in builds if not any(asked(c, b, args.tier) for c in cases)]:
         if args.build:
             raise UsageError(f"no chosen case is asked of {', '.join(lost)}")
         builds = [b for b in builds if b.id not in lost]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -12,7 +11,6 @@ from typing import Any
 
 from mxgate.conformance.commands import common
 from mxgate.conformance.commands.usage import UsageError
-from mxgate.kernels.build import Unavailable
 
 
 def finish(report: Any, out: Path, as_json: bool, device: str | None = None, html: Path | None = None) -> int:
@@ -61,11 +59,7 @@ def _write_html(report: Any, path: Path, out: Path) -> None:
     from mxgate.conformance import html, machine_code
     from mxgate.conformance import report as text
 
-    ledgers = {}
-    for build in report.builds:
-        with contextlib.suppress(Unavailable):
-            if machine_code.has(build):
-                ledgers[build.id] = machine_code.figures(build, report.settings.limits), machine_code.notes(build)
+    ledgers = machine_code.ledgers(report.builds, report.settings.limits, common.STATE / "figures.json")
     with text.Watch("report") as step:
         html.write(report, path, ledgers=ledgers, timings=out / "timings.jsonl", watch=step)
 

@@ -174,7 +174,7 @@ def read(path: Path) -> Mapping[str, Mapping[str, Figures]]:
         record = json.loads(path.read_bytes())
         if all(type(v) is int for kernels in record.values() for figures in kernels.values() for v in figures.values()):
             return record  # type: ignore[no-any-return]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     raise ValueError(f"{path} is no budget; expected {{build: {{kernel: {{figure: whole number}}}}}}")
 

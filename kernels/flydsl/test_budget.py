@@ -82,7 +82,9 @@ def test_a_figure_that_rises_or_is_new_is_over() -> None:
     assert lines == ("shipping, spills: 2, above the budget of 1", "shipping, new: 0, not in the budget")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"wgrad/flydsl": {"shipping": {"spills": "0"}}}', '{"wgrad/flydsl": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 100_000, '{"wgrad/flydsl": {"shipping": {"spills": "0"}}}', '{"wgrad/flydsl": 3}']
+)
 def test_what_is_no_budget_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "budget.json").write_text(text)
     with pytest.raises(ValueError, match="is no budget"):

@@ -20,9 +20,10 @@ from typing import Any
 import jinja2
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
 from mxgate.conformance import gates as gate_module
@@ -196,6 +197,13 @@ def _some(results: Sequence[CaseResult]) -> str:
 # Pictures
 
 
+def _drawing(width: float, height: float, left: float, right: float, top: float = 0.27) -> tuple[Figure, Axes]:
+    """An empty drawing with margins; all in inches. A layout engine would find margins by drawing everything twice."""
+    figure, bottom = Figure(figsize=(width, height)), 0.48
+    inside = (left / width, bottom / height, 1 - (left + right) / width, 1 - (bottom + top) / height)
+    return figure, figure.add_axes(inside)
+
+
 def _svg(figure: Figure) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -266,14 +274,14 @@ def _maps(e: Evidence, away: Array) -> list[Picture]:
         rows, columns = part.shape
         value = _pooled(np.where(part < 0, np.inf, np.log2(1.0 + np.maximum(part, 0))))
         finite = value[np.isfinite(value)]
-        figure = Figure(figsize=(3.1, 2.7), layout="constrained")
-        axis = figure.add_subplot()
+        figure, axis = _drawing(3.1, 2.7, left=0.66, right=0.87)
         image = axis.imshow(
             np.ma.masked_invalid(value), cmap=_MAP, vmin=0, vmax=max(1.0, float(finite.max(initial=0))),
             interpolation="nearest", extent=(0, columns, rows, 0), aspect="auto",
         )  # fmt: skip
         axis.set(xlabel=across, ylabel=down, title=name)
-        figure.colorbar(image, label=f"log2(1 + {unit})")
+        scale = figure.add_axes((2.35 / 3.1, axis.get_position().y0, 0.12 / 3.1, axis.get_position().height))
+        figure.colorbar(image, cax=scale, label=f"log2(1 + {unit})")
         count, i, j = worst_tile(part != 0)
         height, width = min(TILE, rows - i), min(TILE, columns - j)
         for color, line in (("black", 2.6), ("#5dff7a", 1.2)):  # cased: it is seen on dark and on bright cells
@@ -288,8 +296,7 @@ def _maps(e: Evidence, away: Array) -> list[Picture]:
 def _by_expert(parts: Sequence[tuple[str, Array]]) -> Picture:
     """How much of each expert is outside, those included that are right."""
     shares = [100 * np.count_nonzero(part) / max(part.size, 1) for _, part in parts]
-    figure = Figure(figsize=(3.1, 2.7), layout="constrained")
-    axis = figure.add_subplot()
+    figure, axis = _drawing(3.1, 2.7, left=0.55, right=0.1)
     axis.bar([name.removeprefix("expert ") for name, _ in parts], shares, color="#c4483e")
     axis.set(xlabel="expert", ylabel="% of its elements outside", ylim=(0, 100))
     if len(parts) > 12:
@@ -320,11 +327,12 @@ def _histogram(e: Evidence, away: Array) -> Picture:
         if n := np.count_nonzero(away == kind):
             names, shown = [*names, name], np.append(shown, n)
     unit, _ = _WORDS[e.case.op == "quantize"]
-    figure = Figure(figsize=(4.6, 1.0 + 0.2 * len(names)), layout="constrained")
-    axis = figure.add_subplot()
+    longest = max(map(len, names))
+    figure, axis = _drawing(4.6, 1.0 + 0.2 * len(names), left=0.2 + 0.085 * longest, right=0.1, top=0.25)
     axis.barh(names, shown, color=["#3a8f5c", *["#c4483e"] * (len(names) - 1)][: len(names)])
     axis.invert_yaxis()
     axis.set_xscale("symlog", linthresh=1)
+    axis.xaxis.set(minor_locator=NullLocator(), major_formatter="{x:g}")  # hundreds of small ticks take a while
     axis.set(xlabel="elements")
     axis.set_title(unit, loc="left", fontsize=9)
     within = "have the right code" if e.case.op == "quantize" else "are inside their interval"

@@ -17,15 +17,15 @@ import numpy as np
 
 from mxgate.kernels.gfx950 import memory
 from mxgate.kernels.gfx950.hazards import Access, Finding, HazardError, Judge, LdsShadow, Recorder, StoreShadow
-from mxgate.kernels.gfx950.memory import Memory, gather, scatter
+from mxgate.kernels.gfx950.memory import Memory, gather, scatter, union
 from mxgate.kernels.gfx950.mfma import FORMS, MODELS
 from mxgate.kernels.gfx950.plan import BRANCHES, Entry, Plan, Program, program
 from mxgate.kernels.gfx950.state import SCALAR_BASE, Array, Waves, spread
 from mxgate.kernels.gfx950.text import LDS_LIMIT, SCC, Argument, Instruction, Kernel, one_line
 
 LIMIT = 50_000_000
-MEMORY = 1 << 29  # bytes of registers, LDS and shadows that a batch may take
-BATCH = 384  # workgroups that run together: they share the cost of a step and of decoding what several of them read
+MEMORY = 3 << 27  # bytes of registers, LDS and shadows that a batch may take
+BATCH = 1024  # workgroups that run together: they share the cost of a step and of decoding what several of them read
 UNWRITTEN = 0xFF  # LDS before anything wrote it: NaN in every format
 # Told of each access as it is issued: "load" or "store" with device addresses, "lds" with addresses in the workgroup's
 # LDS; the instruction, the waves, addresses [W, 64], the lanes that make the access [W, 64], and a lane's bytes.
@@ -146,7 +146,8 @@ class Machine:
         active = None if st.full else st.mask.copy()
         address = spread(address, (st.n, 64))
         inside = address if active is None else address[active]
-        if inside.size and (int(inside.min()) < 0 or int(inside.max()) + size > self.lds_bytes):
+        bits = union(inside) if inside.size else 0
+        if bits < 0 or (bits + size > self.lds_bytes and int(inside.max()) + size > self.lds_bytes):
             good = (address >= 0) & (address + size <= self.lds_bytes)
             bad = ~good & st.mask
             self.report("lds-out-of-bounds", inst, st, bad, address, f"the workgroup has {self.lds_bytes} bytes")
@@ -156,16 +157,9 @@ class Machine:
         if active is not None:
             address = np.where(active, address, 0)
         address = address + (st.wg * self.lds_bytes)[:, None]
+        if self.shadow is None:
+            return address, data, active, None, None
         return address, data, active, np.full(st.n, self.clock, np.int32), self.since[st.wg]
-
-    def _load(self, a: Array, size: int) -> Array:
-        if size == 16 and not (a & 15).any():
-            return self.lds.view(np.complex128).take(a >> 4).view(np.uint32).reshape(*a.shape, 4)
-        if size == 8 and not (a & 7).any():
-            return self.lds.view(np.uint64).take(a >> 3).view(np.uint32).reshape(*a.shape, 2)
-        if size == 4 and not (a & 3).any():
-            return self.lds.view(np.uint32).take(a >> 2)[..., None]
-        return gather(self.lds, a, size)
 
     def lds_read(self, inst: Instruction, st: Waves, payload: Any, size: int) -> tuple[Array, Array | None]:
         address, _, active, issued, since = payload
@@ -174,7 +168,7 @@ class Machine:
             self.shadow.on_read(self.judge(inst), st, Access(address, active, size, issued, since), self.clock)
         if not self.lds_bytes:
             return np.zeros((st.n, 64, max(size // 4, 1)), np.uint32), active
-        return self._load(address, size), active
+        return gather(self.lds, address, size), active
 
     def lds_write(self, inst: Instruction, st: Waves, payload: Any, size: int, dma: bool) -> None:
         address, data, active, issued, since = payload
@@ -184,7 +178,7 @@ class Machine:
         if self.shadow is not None:
 
             def same() -> Array:
-                now, new = self._load(address, size), data
+                now, new = gather(self.lds, address, size), data
                 if size < 4:
                     keep = np.uint32((1 << 8 * size) - 1)
                     now, new = now & keep, new & keep
@@ -193,7 +187,7 @@ class Machine:
 
             access = Access(address, active, size, issued, since, dma if active is None else None)
             self.shadow.on_write(self.judge(inst), st, access, self.clock, dma, same)
-        if active is None and size == 16 and not (address & 15).any():
+        if active is None and size == 16 and not union(address) & 15:
             rows = address[:, 0] >> 4
             words = np.ascontiguousarray(data).view(np.complex128)[..., 0]
             if dma and not (rows & 63).any() and self.lds.size % 1024 == 0:
@@ -203,7 +197,7 @@ class Machine:
             return
         if active is not None:
             address, data = address[active], data[active]
-        if size % 4 == 0 and not (address & 3).any():
+        if size % 4 == 0 and not union(address) & 3:
             words = self.lds.view(np.uint32)
             for k in range(size // 4):
                 words[(address >> 2) + k] = data[..., k]

@@ -53,18 +53,17 @@ class Memory:
             starts.append(top)
             top = (top + n + 255) // 256 * 256 + GUARD
         self.bytes = np.zeros((top + GUARD + 15) // 16 * 16, np.uint8)
-        self.u16, self.u32 = self.bytes.view(np.uint16), self.bytes.view(np.uint32)
-        self.u64, self.u128 = self.bytes.view(np.uint64), self.bytes.view(np.complex128)
+        self.u32 = self.bytes.view(np.uint32)
         self.starts, self.ends = starts, [s + n for s, n in zip(starts, sizes, strict=True)]
         self._starts, self._ends = np.array([-1, *starts]), np.array([-1, *self.ends])
 
     def address(self, k: int) -> int:
         return BASE + self.starts[k]
 
-    def outside(self, a: Array, ok: Array, size: int) -> Array | None:
-        """bool[W, 64]: active lanes whose `size` bytes at arena offset a are not inside one allocation; None if
-        none."""
-        act = a if ok.all() else a[ok]
+    def outside(self, a: Array, ok: Array | None, size: int) -> Array | None:
+        """bool[W, 64]: active lanes (ok; None: all) whose `size` bytes at arena offset a are not inside one allocation;
+        None if none."""
+        act = a if ok is None else a[ok]
         if not act.size:
             return None
         low, high = int(act.min()), int(act.max()) + size
@@ -72,22 +71,25 @@ class Memory:
         if k >= 0 and high <= self.ends[k]:
             return None
         place = np.searchsorted(self._starts, a, side="right") - 1
-        bad: Array = ok & ~((a >= self._starts[place]) & (a + size <= self._ends[place]))
+        bad: Array = ~((a >= self._starts[place]) & (a + size <= self._ends[place]))
+        bad = bad if ok is None else bad & ok
         return bad if bad.any() else None
 
-    def load(self, a: Array, size: int) -> Array:
-        """uint32[..., max(size // 4, 1)] at arena offsets a."""
-        if size == 16 and not (a & 15).any():
-            return self.u128.take(a >> 4).view(np.uint32).reshape(*a.shape, 4)
-        if size == 8 and not (a & 7).any():
-            return self.u64.take(a >> 3).view(np.uint32).reshape(*a.shape, 2)
-        if size == 4 and not (a & 3).any():
-            return self.u32.take(a >> 2)[..., None]
-        return gather(self.bytes, a, size)
+
+def union(a: Array) -> int:
+    """All bits that are set in one of the addresses: below 0 where one is, never less than the largest, and aligned as
+    all of them are. One look instead of three."""
+    return int(np.bitwise_or.reduce(a, axis=None))
+
+
+_WORDS = {4: (np.uint32, 2), 8: (np.uint64, 3), 16: (np.complex128, 4)}
 
 
 def gather(octets: Array, a: Array, size: int) -> Array:
-    """Unaligned or odd-sized access, byte by byte."""
+    """uint32[..., max(size // 4, 1)]: the `size` bytes at each offset a."""
+    if size in _WORDS and not union(a) & (size - 1):
+        dtype, shift = _WORDS[size]
+        return octets.view(dtype).take(a >> shift).view(np.uint32).reshape(*a.shape, size // 4)
     raw = octets[a[..., None] + np.arange(size)]
     if size % 4:
         out = np.zeros((*a.shape, 4), np.uint8)
@@ -162,6 +164,12 @@ class Place:
     def __init__(self, address: Array, offset: Array | None, limit: Array | None) -> None:
         self.address, self.offset, self.limit = address, offset, limit
 
+    def inside(self, size: int) -> Array:
+        """bool[W, 64]: the first `size` bytes of a lane are within num_records. Of buffers only."""
+        assert self.offset is not None
+        assert self.limit is not None
+        return self.offset <= self.limit - size
+
 
 def _buffer_place(
     lay: Layout, inst: Instruction, vaddr: Operand, rsrc: Operand, soffset: Operand
@@ -228,31 +236,35 @@ def _scratch_place(
     return place, lay.ids(inst, vaddr) + lay.ids(inst, saddr)
 
 
+def _both(ok: Array | None, also: Array) -> Array | None:
+    """Lanes (None: all) that hold both ways; None where all do."""
+    both: Array = also if ok is None else ok & also
+    return None if both.all() else both
+
+
 def _fetch(inst: Instruction, st: Waves, where: Place, size: int) -> Array:
     """uint32[W, 64, words]: what each active lane reads."""
     memory, a = st.machine.memory, where.address
-    if where.offset is None:
-        ok = spread(st.mask, a.shape)
-    else:
-        whole = where.offset + size <= where.limit
-        ok = whole if st.full else whole & st.mask
+    ok = None if st.full else st.mask
+    if where.offset is not None:
+        ok = _both(ok, where.inside(size))
     if st.machine.observe is not None:
-        st.machine.observe("load", inst, st, a + BASE, ok, size)
+        st.machine.observe("load", inst, st, a + BASE, np.ones(a.shape, bool) if ok is None else ok, size)
     bad = memory.outside(a, ok, size)
     if bad is not None:
         st.machine.report("load-out-of-bounds", inst, st, bad, a + BASE, "outside every allocation")
-        ok = ok & ~bad
-    if ok.all():
-        return memory.load(a, size)
-    words = memory.load(np.where(ok, a, 0), size)
+        ok = _both(ok, ~bad)
+    if ok is None:
+        return gather(memory.bytes, a, size)
+    words = gather(memory.bytes, np.where(ok, a, 0), size)
     words[~ok] = 0
     if bad is not None:
         words[bad] = POISON
     if where.offset is not None and size > 4:  # the dwords of a lane that straddles the limit
-        edge = ~ok & (where.offset + 4 <= where.limit) & st.mask & (True if bad is None else ~bad)
+        edge = ~ok & where.inside(4) & st.mask & (True if bad is None else ~bad)
         if edge.any():
             for k in range(size // 4):
-                part = edge & (where.offset + 4 * (k + 1) <= where.limit)
+                part = edge & where.inside(4 * (k + 1))
                 wrong = memory.outside(a + 4 * k, part, 4)
                 if wrong is not None:
                     st.machine.report(
@@ -260,56 +272,52 @@ def _fetch(inst: Instruction, st: Waves, where: Place, size: int) -> Array:
                     )
                     words[..., k][wrong] = POISON
                     part = part & ~wrong
-                words[..., k][part] = memory.load(a[part] + 4 * k, 4)[..., 0]
+                words[..., k][part] = gather(memory.bytes, a[part] + 4 * k, 4)[..., 0]
     return words
 
 
 def _put(inst: Instruction, st: Waves, where: Place, size: int, words: list[Array]) -> None:
     """Store `size` bytes a lane from uint32 planes; dword by dword where a limit cuts a lane."""
-    ok = spread(st.mask, where.address.shape)
+    ok = None if st.full else st.mask
     if where.offset is not None:
-        whole = where.offset + size <= where.limit
-        edge = ~whole & (where.offset + 4 <= where.limit) & ok if size > 4 else None
-        if edge is not None and edge.any():
-            for k, word in enumerate(words):
-                _store_part(
-                    inst, st, where.address + 4 * k, ok & (where.offset + 4 * (k + 1) <= where.limit), 4, [word]
-                )
-            return
-        ok = whole if st.full else whole & ok
+        whole = _both(ok, where.inside(size))
+        if whole is not None and size > 4:
+            edge = ~whole & where.inside(4)
+            if (edge if ok is None else edge & ok).any():
+                for k, word in enumerate(words):
+                    part = _both(ok, where.inside(4 * (k + 1)))
+                    _store_part(inst, st, where.address + 4 * k, part, 4, [word])
+                return
+        ok = whole
     _store_part(inst, st, where.address, ok, size, words)
 
 
-def _store_part(inst: Instruction, st: Waves, a: Array, ok: Array, size: int, words: list[Array]) -> None:
+def _store_part(inst: Instruction, st: Waves, a: Array, ok: Array | None, size: int, words: list[Array]) -> None:
     m = st.machine
     if m.observe is not None:
-        m.observe("store", inst, st, a + BASE, ok, size)
+        m.observe("store", inst, st, a + BASE, np.ones(a.shape, bool) if ok is None else ok, size)
     bad = m.memory.outside(a, ok, size)
     if bad is not None:
         m.report("store-out-of-bounds", inst, st, bad, a + BASE, "outside every allocation")
-        ok = ok & ~bad
-    whole = bool(ok.all())
-    to = a if whole else a[ok]
+        ok = _both(ok, ~bad)
+    to = a if ok is None else a[ok]
     if not to.size:
         return
-    octets = size if size in (8, 16) and not (to & (size - 1)).any() else 0
-    if octets:
-        data = np.stack([w if whole else w[ok] for w in words], -1)
-        if octets == 8:
-            m.memory.u64[to >> 3] = data.view(np.uint64)[..., 0]
-        else:
-            m.memory.u128[to >> 4] = data.view(np.complex128)[..., 0]
+    if size in (8, 16) and not union(to) & (size - 1):
+        dtype, shift = _WORDS[size]
+        data = np.stack([w if ok is None else w[ok] for w in words], -1)
+        m.memory.bytes.view(dtype)[to >> shift] = data.view(dtype)[..., 0]
     else:
         for k, word in enumerate(words):
-            x, n, at = word if whole else word[ok], min(size, 4), to + 4 * k
-            if n == 4 and not (at & 3).any():
+            x, n, at = word if ok is None else word[ok], min(size, 4), to + 4 * k
+            if n == 4 and not union(at) & 3:
                 m.memory.u32[at >> 2] = x
-            elif n == 2 and not (at & 1).any():
-                m.memory.u16[at >> 1] = x.astype(np.uint16)
+            elif n == 2 and not union(at) & 1:
+                m.memory.bytes.view(np.uint16)[at >> 1] = x.astype(np.uint16)
             else:
                 scatter(m.memory.bytes, at.ravel(), x.reshape(-1, 1), n)
     if m.stores is not None:
-        m.stores.on_store(m.judge(inst), st, a, None if whole else ok, size, BASE)
+        m.stores.on_store(m.judge(inst), st, a, ok, size, BASE)
 
 
 # ------------------------------------------------------------------------------------- loads and stores
@@ -453,7 +461,7 @@ def _atomic(lay: Layout, inst: Instruction) -> Step:
 
     def issue(st: Waves) -> Any:
         m, where = st.machine, place(st)
-        ok = st.mask if where.offset is None else st.mask & (where.offset + 4 <= where.limit)
+        ok = st.mask if where.offset is None else st.mask & where.inside(4)
         bad = m.memory.outside(where.address, ok, 4)
         if bad is not None:
             m.report("store-out-of-bounds", inst, st, bad, where.address + BASE, "outside every allocation")
@@ -558,7 +566,7 @@ def _ds(lay: Layout, inst: Instruction) -> Step:
     size = _DS_BYTES[form]
     words = max(size // 4, 1)
     if two:
-        allowed(inst, ("offset0", "offset1", "gds") if False else ("offset0", "offset1"))
+        allowed(inst, ("offset0", "offset1"))
         scale = size * (64 if wide_step else 1)
         offsets = [_imm(inst, "offset0") * scale, _imm(inst, "offset1") * scale]
     else:

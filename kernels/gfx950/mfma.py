@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mxgate.kernels.gfx950 import floats
-from mxgate.kernels.gfx950.state import Array, Get, Layout, Step, Waves, allowed, vector_source
+from mxgate.kernels.gfx950.state import Array, Get, Layout, Step, Sums, Waves, allowed, vector_source
 from mxgate.kernels.gfx950.text import Instruction, Operand
 
 MODELS = {
@@ -231,10 +230,16 @@ def _sixes(octets: Array) -> Array:
     return np.stack([x & 63, (x >> 6) | ((y & 15) << 2), (y >> 4) | ((z & 3) << 4), z >> 2], -1)
 
 
-@lru_cache(maxsize=32)
-def _room(shape: tuple[int, ...]) -> Array:
-    """Memory for the indices of an operand's elements: used again, it stays in the cache."""
-    return np.empty(shape, np.intp)
+_rooms: dict[str, Array] = {}
+
+
+def _room(use: str, shape: tuple[int, ...], dtype: type = float) -> Array:
+    """Memory for a passing array, one of each use: used again, it stays in the cache and costs no page faults."""
+    size = math.prod(shape)
+    room = _rooms.get(use)
+    if room is None or room.size < size:
+        room = _rooms[use] = np.empty(size, dtype)
+    return room[:size].reshape(shape)
 
 
 def decode(words: Array, element: Element, form: Form, out: Array) -> None:
@@ -248,7 +253,7 @@ def decode(words: Array, element: Element, form: Form, out: Array) -> None:
     octets = np.ascontiguousarray(lanes).view(np.uint8)
     if element.bits == 8:
         table = floats.FP8 if element.name == "fp8" else floats.BF8
-        index = _room(octets.shape)
+        index = _room("indices", octets.shape, np.intp)
         np.copyto(index, octets)
         table.take(index, out=out.reshape(octets.shape), mode="clip")
         return
@@ -345,8 +350,7 @@ class Tile:
 
     def release(self, st: Waves) -> None:
         """Write the registers."""
-        tile = st.tiles.pop(self.key)
-        del st.units[self.key]
+        tile = st.tiles.pop(self.key).values
         for lo in range(0, st.n, 16):
             part = tile[lo : lo + 16]
             na, nb, quads, four, w, groups, rows = self._order(len(part))
@@ -367,19 +371,21 @@ class Rectangle:
 class Grain(NamedTuple):
     """A rectangle's products, wave by wave.
 
-    unit, int64[waves]: log2 of a number that divides them, below LEAST where float64 does not hold every sum of them
-    exactly or one is a float32 denormal that needs more care. dust, bool[waves, K blocks] or None: blocks in which
-    every scale is 2**-127, as of masked tokens. Their products are too small to change anything but the rounding of a
-    tie or the sign of a zero, and `unit` leaves them out.
+    most, float64[waves]: no finite sum of them is larger in magnitude. unit, int64[waves]: log2 of a number that
+    divides them, below LEAST where float64 does not hold every sum of them exactly or one is a float32 denormal that
+    needs more care. dust, bool[waves, K blocks] or None: blocks in which every scale is 2**-127, as of masked tokens.
+    Their products are too small to change anything but the rounding of a tie or the sign of a zero, and `unit` leaves
+    them out.
     """
 
+    most: Array
     unit: Array
     dust: Array | None
 
     def of(self, waves: Index) -> tuple[int | None, Index | None]:
         """Of some waves: their unit, None where sums are not exact; the columns that are dust, None if there are
         none."""
-        unit = _lowest(self.unit, waves)
+        unit = _least(self.unit, waves)
         if unit < LEAST:
             return None, None
         if self.dust is None:
@@ -390,11 +396,18 @@ class Grain(NamedTuple):
         return unit, _place(np.flatnonzero(np.repeat(dust[0], 32))) if dust[0].any() else None
 
 
-def _lowest(units: Array, waves: Index) -> int:
-    """The least of some waves' units."""
-    if isinstance(waves, slice) and waves.stop - waves.start == 1:
-        return int(units[waves.start])
-    return int(units[waves].min())
+def _least(x: Array, waves: Index) -> Any:
+    """The least of some waves' values."""
+    return x[waves.start].item() if _is_one(waves) else x[waves].min().item()
+
+
+def _most(x: Array, waves: Index) -> Any:
+    """The greatest of some waves' values."""
+    return x[waves.start].item() if _is_one(waves) else x[waves].max().item()
+
+
+def _is_one(waves: Index) -> bool:
+    return isinstance(waves, slice) and waves.stop - waves.start == 1
 
 
 class Side:
@@ -404,7 +417,8 @@ class Side:
     the different operands each has; firsts: a wave that has each.
     """
 
-    def __init__(self, words: Array, scales: Array | None, element: Element, form: Form) -> None:
+    def __init__(self, name: str, words: Array, scales: Array | None, element: Element, form: Form) -> None:
+        self.name = name
         self.words, self.scales, self.element, self.form = words, scales, element, form
         self.nbytes = words.shape[1] * form.rows * form.k * 8
         if len(words) <= FEW:  # what they may share is not worth looking for
@@ -417,17 +431,16 @@ class Side:
             marks += rows[1].sum(1) * np.uint64(0x9E3779B97F4A7C15)
         _, first, guess = np.unique(marks, return_index=True, return_inverse=True)
         first = first[guess]
-        step = max(1, CHUNK // rows[0][0].nbytes)
-        for lo in range(0, len(words), step):  # marks may be equal by chance
-            part = slice(lo, lo + step)
-            same = np.logical_and.reduce([(x[part] == x[first[part]]).all(1) for x in rows])
-            first[part] = np.where(same, first[part], np.arange(lo, lo + len(same)))
+        for i, j in enumerate(first.tolist()):  # marks may be equal by chance
+            if i != j and any(x[i].tobytes() != x[j].tobytes() for x in rows):
+                first[i] = i
         self.firsts, self.numbers = np.unique(first, return_inverse=True)
 
     def decode(self, numbers: Array) -> Decoded:
+        """Some of the different operands. They last until this side is decoded again."""
         waves = _place(self.firsts[numbers])
         words, scales = self.words[waves], None if self.scales is None else self.scales[waves]
-        out = np.empty((*words.shape[:2], self.form.rows, self.form.k))
+        out = _room(self.name, (*words.shape[:2], self.form.rows, self.form.k))
         step = max(1, CHUNK // self.nbytes)
         for lo in range(0, len(out), step):
             part = out[lo : lo + step]
@@ -527,7 +540,6 @@ class Product:
         slots_a: list[int] = []
         slots_b = sorted({sb for _, _, sb in members}, key=lambda s: min(r[s].d for r in partners.values() if s in r))
         self.rectangles: list[Rectangle] = []
-        self.scratch: tuple[Array, ...] = ()
         for chosen, rows in groups.items():
             order = [b for b in slots_b if b in chosen]
             rows.sort(key=lambda s, o=order[0]: partners[s][o].d)  # type: ignore[misc]
@@ -559,63 +571,58 @@ class Product:
         for r in self.rectangles:
             held = st.tiles.get(r.result.key)
             in_place = held is not None and (isinstance(r.accumulator, float) or r.accumulator.key == r.result.key)
-            whole = np.empty((n, *r.result.shape), np.float32) if held is None else held
-            units = np.full(n, LEAST) if held is None else st.units[r.result.key]
-            jobs.append((r, in_place, whole, units, self._grain(n, r, scales_a, scales_b)))
-        sides = Side(words_a, scales_a, self.ea, form), Side(words_b, scales_b, self.eb, form)
+            sums = held or Sums(np.empty((n, *r.result.shape), np.float32), np.full(n, LEAST), np.full(n, math.inf))
+            jobs.append((r, in_place, sums, self._grain(n, r, scales_a, scales_b)))
+        sides = Side("A", words_a, scales_a, self.ea, form), Side("B", words_b, scales_b, self.eb, form)
         with np.errstate(all="ignore"):
             for waves, a, numbers_a, b, numbers_b in _blocks(*sides):
                 a, b = a.against(b), b.against(a)
                 for part in _parts(numbers_a, self.chunk):
                     w = _place(waves[part])
                     which_a, which_b = _place(numbers_a[part]), _place(numbers_b[part])
-                    for r, in_place, whole, units, grain in jobs:
+                    for r, in_place, sums, grain in jobs:
                         x, rows = a.take(which_a, r.a)
                         y, columns = b.take(which_b, r.b)
-                        out = whole[w]
+                        out = sums.values[w]
                         acc: Array | float = out
+                        most = _most(sums.most, w) if in_place else math.inf  # of C
                         if isinstance(r.accumulator, float):
-                            acc = r.accumulator
+                            acc, most = r.accumulator, abs(r.accumulator)
                         elif not in_place:
                             acc = np.empty_like(out)
                             r.accumulator.load(st, acc, w)
                         unit, dust = grain.of(w)
                         if unit is not None:
-                            unit = min(unit, _lowest(units, w) if acc is out else _unit(acc, unit))
-                        units[w] = LEAST if unit is None else unit
+                            unit = min(unit, _least(sums.unit, w) if acc is out else _unit(acc, unit))
                         inner = out[:, rows, columns]
                         if inner.size < out.size:
                             np.add(acc, np.float32(0), out=out)  # zeros times anything finite sum to +0
                             x, y, acc = x[:, rows], y[:, columns], acc if isinstance(acc, float) else inner
                         if inner.size:
-                            self._multiply(x, y, acc, inner, unit, dust)
+                            reached = self._multiply(x, y, acc, inner, unit, dust, most + _most(grain.most, w))
+                            most = reached if inner.size == out.size else max(most, reached)
+                        sums.unit[w] = LEAST if unit is None else unit
+                        sums.most[w] = most
                         if not isinstance(w, slice):
-                            whole[w] = out
-        for r, _, whole, units, _ in jobs:
-            st.tiles[r.result.key], st.units[r.result.key] = whole, units
+                            sums.values[w] = out
+        for r, _, sums, _ in jobs:
+            st.tiles[r.result.key] = sums
 
     def _multiply(
-        self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Index | None
-    ) -> None:
-        """One instruction's sums, by the model. The arguments are _rne's."""
+        self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Index | None, most: float
+    ) -> float:
+        """One instruction's sums, by the model. The arguments and the answer are _rne's."""
         if self.model == "exact-rne":
-            self._rne(x, y, acc, out, unit, dust)
-        else:
-            _groups_of_16(x, y, acc, out)
-
-    def _scratch(self, shape: tuple[int, ...]) -> tuple[Array, Array, Array, Array]:
-        """Room for a product, a sum, its bits and a mask, kept from one product to the next."""
-        size = math.prod(shape)
-        if not self.scratch or self.scratch[0].size < size:
-            self.scratch = np.empty(size), np.empty(size), np.empty(size, np.int64), np.empty(size, bool)
-        product, s, bits, unsure = (room[:size].reshape(shape) for room in self.scratch)
-        return product, s, bits, unsure
+            return self._rne(x, y, acc, out, unit, dust, most)
+        _groups_of_16(x, y, acc, out)
+        return math.inf
 
     def _grain(self, n: int, r: Rectangle, sa: Array | None, sb: Array | None) -> Grain:
         """What is known of a rectangle's products from their scales (uint8[waves, operands, 64])."""
         low = self.ea.low + self.eb.low
+        high = low + self.ea.span + self.eb.span + (self.form.k - 1).bit_length()  # 2**high is above k products
         if self.exact_bits < 0 or sa is None or sb is None:
-            return Grain(np.full(n, low if self.exact_bits >= 0 else LEAST - 1), None)
+            return Grain(np.full(n, 2.0**high), np.full(n, low if self.exact_bits >= 0 else LEAST - 1), None)
         shape = (n, -1, 64 // self.form.rows, self.form.rows)
         a, b = sa[:, r.a].reshape(shape), sb[:, r.b].reshape(shape)
         low_a, low_b = a.min(2), b.min(2)
@@ -627,24 +634,33 @@ class Product:
         high_a, high_b = np.maximum(a.max(2), low_a), np.maximum(b.max(2), low_b)
         spread = (high_a - low_a).max((1, 2)).astype(int) + (high_b - low_b).max((1, 2))
         unit = low_a.min((1, 2)).astype(int) + low_b.min((1, 2)) - 254 + low
-        return Grain(np.where(spread <= self.exact_bits, unit, LEAST - 1), dust)
+        most = np.ldexp(1.0, high_a.max((1, 2)).astype(int) + high_b.max((1, 2)) - 254 + high)
+        return Grain(most, np.where(spread <= self.exact_bits, unit, LEAST - 1), dust)
 
-    def _rne(self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Index | None) -> None:
-        """One rounding of the exact sum.
+    def _rne(
+        self, x: Array, y: Array, acc: Array | float, out: Array, unit: int | None, dust: Index | None, most: float
+    ) -> float:
+        """One rounding of the exact sum. Answers what `Sums.most` may hold of the results.
 
         unit: None, or float64 sums of the products are exact, dust (the columns of it) aside, and 2**unit divides them
         and C. Then sums with C below 2**53 units are exact too and the cast rounds once; of larger ones only a sum that
         lands on a float32 tie can go wrong, and is redone. Elsewhere an error bound says which sums are not certain;
-        those are redone.
+        those are redone. most: no finite sum is larger; looked for where it leaves doubt.
         """
-        product, s, bits, unsure = self._scratch(out.shape)
-        np.matmul(x, y.swapaxes(1, 2), out=product)
-        np.add(product, acc, out=s)
-        bits_left = 53 if dust is None else 52
-        small = unit is not None and -(2.0 ** (unit + bits_left)) < s.min() and s.max() < 2.0 ** (unit + bits_left)
+        s = _room("sums", out.shape)
+        np.matmul(x, y.swapaxes(1, 2), out=s)
+        np.add(s, acc, out=s)
+        limit = 0.0 if unit is None else 2.0 ** (unit + (53 if dust is None else 52))
+        if unit is None:
+            most = math.inf
+        elif not most < limit:
+            most = max(float(s.max()), -float(s.min()))
+        small = most < limit
+        most *= 1 + 2.0**-20  # rounded, they may be a little larger
         if small and dust is None:
             np.copyto(out, s, casting="unsafe")
-            return
+            return most
+        bits, unsure = _room("bits", out.shape, np.int64), _room("unsure", out.shape, bool)
         if unit is not None:
             np.bitwise_and(s.view(np.int64), 0x1FFFFFFF, out=bits)
             np.equal(bits, 0x10000000, out=unsure)
@@ -659,7 +675,7 @@ class Product:
                     if zero.any():
                         np.copysign(5e-324, rest, out=s, where=zero & (rest != 0))
                     np.copyto(out, s, casting="unsafe")
-                    return
+                    return most
                 unsure |= tiny
         else:
             # A sum of k products in any order errs by at most k 2**-53 times the sum of magnitudes, itself at most
@@ -678,14 +694,15 @@ class Product:
         if len(flat):
             flat = flat[np.isfinite(s.reshape(-1)[flat])]
             c = np.full(len(flat), acc) if isinstance(acc, float) else acc.reshape(-1)[flat].astype(np.float64)
-            if unit is not None and dust is None:  # most ties are exact sums, which the cast rounds rightly
-                wrong = floats.two_sum(product.reshape(-1)[flat], c)[1] != 0
-                flat, c = flat[wrong], c[wrong]
-        np.copyto(out, s, casting="unsafe")
-        if len(flat):
             w, row, column = np.unravel_index(flat, s.shape)
             terms = x[w if len(x) > 1 else 0, row] * y[w if len(y) > 1 else 0, column]
-            out[w, row, column] = self._redo(terms, c)
+            if unit is not None and dust is None:  # most ties are exact sums, which the cast rounds rightly
+                wrong = floats.two_sum(terms.sum(1), c)[1] != 0
+                flat, terms, c = flat[wrong], terms[wrong], c[wrong]
+        np.copyto(out, s, casting="unsafe")
+        if len(flat):
+            out[np.unravel_index(flat, out.shape)] = self._redo(terms, c)
+        return most
 
     def _redo(self, terms: Array, c: Array) -> Array:
         """float32[n]: exact sums of terms [n, k] and c [n], rounded once."""

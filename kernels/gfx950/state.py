@@ -25,6 +25,18 @@ U32, I32, F32 = (np.dtype(t) for t in ("uint32", "int32", "float32"))
 U64, I64, F64 = (np.dtype(t) for t in ("uint64", "int64", "float64"))
 
 
+class Sums(NamedTuple):
+    """Results of matrix instructions that are not yet in their registers.
+
+    values: float32[W, rows, columns]. unit: int64[W], log2 of a number that all of a wave's are whole multiples of.
+    most: float64[W], no finite one of a wave's is larger in magnitude; NaN or infinity where that is not known.
+    """
+
+    values: Array
+    unit: Array
+    most: Array
+
+
 class Waves:
     """W waves in lock-step. wg: workgroup slot in the batch; gid: its linear id; slot: the wave's number in it."""
 
@@ -36,9 +48,7 @@ class Waves:
         self.wg, self.gid, self.slot = wg, gid, slot
         self.vm: list[Any] = []
         self.lg: list[Any] = []
-        # Matrix results not yet in their registers, and log2 of a unit that all of a wave's are whole multiples of.
-        self.tiles: dict[Any, Array] = {}
-        self.units: dict[Any, Array] = {}
+        self.tiles: dict[Any, Sums] = {}
         # Operands of products still to come, by their number of registers: words and scales as a Shelf lays them out.
         self.shelf: dict[int, tuple[Array, Array]] = {}
         self.initialised = np.zeros(SCALAR_BASE + SCALARS, bool)
@@ -94,12 +104,11 @@ class Waves:
         order = order[:keep]
         self.registers[:, holes] = self.registers[:, tail]
         self.scalars[:, holes] = self.scalars[:, tail]
-        out.tiles, out.units = {}, {}
-        for mine, its in ((self.tiles, out.tiles), (self.units, out.units)):
-            for k, values in mine.items():
-                its[k] = values[gone]
-                values[holes] = values[tail]
-                mine[k] = values[:keep]
+        out.tiles = {k: Sums(*(x[gone] for x in sums)) for k, sums in self.tiles.items()}
+        for k, sums in self.tiles.items():
+            for x in sums:
+                x[holes] = x[tail]
+            self.tiles[k] = Sums(*(x[:keep] for x in sums))
         # Between blocks nothing on the shelf is still wanted.
         held, self.shelf, out.shelf = self.shelf if self.plan is not None else {}, {}, {}
         for k, both in held.items():
@@ -117,8 +126,10 @@ class Waves:
             setattr(out, name, np.concatenate([getattr(a, name), getattr(b, name)]))
         out.vm = [_join(p, q) for p, q in zip(a.vm, b.vm, strict=True)]
         out.lg = [_join(p, q) for p, q in zip(a.lg, b.lg, strict=True)]
-        out.tiles = {k: np.concatenate([tile, b.tiles[k]]) for k, tile in a.tiles.items()}
-        out.units = {k: np.concatenate([units, b.units[k]]) for k, units in a.units.items()}
+        out.tiles = {
+            k: Sums(*(np.concatenate(both) for both in zip(sums, b.tiles[k], strict=True)))
+            for k, sums in a.tiles.items()
+        }
         out.shelf = {}
         for k in a.shelf.keys() & b.shelf.keys() if a.plan is not None else ():
             places = min(a.shelf[k][0].shape[1], b.shelf[k][0].shape[1])  # either has room for the block's

@@ -345,6 +345,26 @@ def test_a_chain_remembers_its_smallest_unit() -> None:
     assert float(result(st, 16, 48)[0, 0]) == 2.0**14 + 2.0**-9
 
 
+def test_a_chain_remembers_the_largest_of_rows_that_pause() -> None:
+    """2**30 in row 0, a step of row 1 alone, then half an ulp and a hair for row 0: float64 loses the hair, which the
+    small sums of row 1 must not hide."""
+    st = fresh()
+    steps = ((0, 0, {0: 0x38}, 142, 142), (16, 1, {0: 0x38}, 127, 127), (32, 0, {0: 0x50, 32: 0x01}, 127, 124))
+    for first, row, codes, scale, other in steps:
+        for at, operand in ((first, row), (first + 8, 0)):
+            elements = np.zeros((16, 128), np.uint8)
+            elements[operand, list(codes)] = list(codes.values())
+            st.registers[at : at + 8, 0] = pack(elements, 16, "fp8")
+        st.registers[64 + first, 0] = scale
+        st.registers[64 + first, 0, 16:32] = other  # the second block of each row
+    chain = [
+        f"v_mfma_scale_f32_16x16x128_f8f6f4 v[56:59], v[{n}:{n + 7}], v[{n + 8}:{n + 15}], {c}, v{64 + n}, v{64 + n}"
+        for n, c in ((0, "0"), (16, "v[56:59]"), (32, "v[56:59]"))
+    ]
+    execute(chain, st)
+    assert result(st, 16, 56)[:2, 0].tolist() == [2.0**30 + 128, 1]
+
+
 def test_ties_and_what_is_just_beside_them() -> None:
     """C sits half an ulp away, and the products add nothing, a hair more, or a hair less: float64 alone would lose
     the hair."""

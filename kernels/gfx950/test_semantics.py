@@ -921,6 +921,18 @@ def test_inactive_lanes_keep_their_value() -> None:
     assert int(st.s[6][0]) == 2
 
 
+@pytest.mark.parametrize("code", range(16))
+def test_perm_with_one_selector_for_all(code: int) -> None:
+    st = waves(2)
+    rng = np.random.default_rng(code)
+    st.registers[20:22] = rng.integers(0, 1 << 32, (2, 2, 64), dtype=np.uint32)
+    selector = int.from_bytes(bytes((code, 15 - code, code ^ 5, 3)), "little")
+    st.s[40][:] = selector
+    run("v_perm_b32 v10, v20, v21, s40", st)
+    for w, lane in np.ndindex(2, 64):
+        assert st.r[10][w, lane] == perm(int(st.r[20][w, lane]), int(st.r[21][w, lane]), selector)
+
+
 @pytest.mark.parametrize("rows", [16, 32])
 def test_permlane_swap(rows: int) -> None:
     st = waves(1)

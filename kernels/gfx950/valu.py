@@ -69,14 +69,22 @@ def _perm(x: Array, y: Array, selector: Array) -> Array:
     """Bytes 0-3 come from y, 4-7 from x; 8-11 are sign bytes, 12 is 0x00, above it 0xFF."""
     selector = np.ascontiguousarray(selector)
     pool = np.ascontiguousarray(w(y) | (w(x) << u64(32)))
-    table = np.empty((*np.broadcast(pool, selector).shape, 14), np.uint8)
-    table[..., :8] = octets = pool.view(np.uint8).reshape(*pool.shape, 8)
-    table[..., 8:12] = np.where(octets[..., 1::2] < 128, 0, 255)
-    table[..., 12:] = 0, 255
+    octets = pool.view(np.uint8).reshape(*pool.shape, 8)
     chosen = np.minimum(selector.view(np.uint8).reshape(*selector.shape, 4), 13)
-    picked = table[..., chosen.ravel()] if selector.size == 1 else np.take_along_axis(table, chosen, -1)
-    out: Array = np.ascontiguousarray(picked).view(u32)[..., 0]
-    return out
+    picked = np.empty((*np.broadcast(pool, selector).shape, 4), np.uint8)
+    if (selector == selector.flat[0]).all():  # as a scalar one mostly is
+        for k, c in enumerate(chosen.reshape(-1, 4)[0].tolist()):
+            picked[..., k] = octets[..., c] if c < 8 else _sign(octets[..., 2 * c - 15]) if c < 12 else 0xFF * (c > 12)
+    else:
+        table = np.empty((*picked.shape[:-1], 14), np.uint8)
+        table[..., :8], table[..., 8:12], table[..., 12:] = octets, _sign(octets[..., 1::2]), (0, 255)
+        np.copyto(picked, np.take_along_axis(table, chosen, -1))
+    return picked.view(u32)[..., 0]
+
+
+def _sign(octets: Array) -> Array:
+    """0xFF where the high bit is set, 0x00 elsewhere."""
+    return np.where(octets < 128, np.uint8(0), np.uint8(255))
 
 
 def _median(fn_min: Fn, fn_max: Fn) -> Fn:

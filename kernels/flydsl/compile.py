@@ -60,17 +60,11 @@ def source_hash() -> str:
 
 @functools.cache
 def machine_code(kernel: str) -> str:
-    """The text of a kernel of KERNELS: compiled where FlyDSL is installed and made none of the committed ones, else the
-    committed one, which spares every process the seconds that importing FlyDSL and torch takes.
+    """The text of a kernel of KERNELS: compiled where FlyDSL is installed, else the committed one.
 
     Raises StaleError when the committed one belongs to another source.
     """
-    return compiled(kernel) if available() and not _of_this_compiler() else committed(kernel)
-
-
-def _of_this_compiler() -> bool:
-    """Whether the committed texts are of the present source by the FlyDSL that is installed."""
-    return stale() is None and manifest()["options"] == options()
+    return compiled(kernel) if available() else committed(kernel)
 
 
 # ---------------------------------------------------------------- compiling

@@ -273,23 +273,6 @@ def test_the_committed_texts_are_of_this_source(monkeypatch: pytest.MonkeyPatch)
         isa.committed("shipping")
 
 
-@pytest.mark.parametrize(
-    ("record", "compiles"),
-    [({}, False), ({"source": "of another source"}, True), ({"options": {"arch": isa.ARCH, "flydsl": "0.0"}}, True)],
-)
-def test_where_flydsl_is_it_compiles_what_is_not_committed(
-    record: dict[str, Any], compiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kept text of the same source by the same FlyDSL is taken: importing FlyDSL and torch costs seconds. That
-    compiling gives the same text is the next test."""
-    monkeypatch.setattr(isa, "available", lambda: True)
-    monkeypatch.setattr(isa, "options", lambda: {"arch": isa.ARCH, "flydsl": "0.5.0"})
-    kept = {**isa.manifest(), "options": isa.options()}
-    monkeypatch.setattr(isa, "manifest", lambda: {**kept, **record})
-    monkeypatch.setattr(isa, "compiled", lambda kernel: "compiled")
-    assert (isa.machine_code.__wrapped__("plain") == "compiled") == compiles
-
-
 @pytest.mark.skipif(not isa.available(), reason="FlyDSL has no wheel for this platform or is not installed")
 def test_compiling_gives_the_committed_texts() -> None:
     for kernel in isa.KERNELS:

@@ -408,7 +408,7 @@ def _spoilt(e: Evidence, out: Array) -> Bool:
 
 
 def exact(e: Evidence) -> Result:
-    """Bit for bit the one right answer, where the data leave no room for another (EXACT; for quantize always)."""
+    """Bit for bit the one right answer, where the data leave no room for another; of a quantizer always."""
     if e.case.op != "quantize" and e.case.kind not in EXACT:
         return SILENT
     base = _base("exact", e)

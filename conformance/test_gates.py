@@ -6,6 +6,7 @@ faults, through `mxgate faults`), and what only a child can see (guard pages, ca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -604,3 +605,10 @@ def test_the_worst_of_nothing_is_inconclusive() -> None:
     assert worst([]) is Outcome.INCONCLUSIVE
     assert worst([Outcome.PASS, Outcome.SILENT]) is Outcome.PASS
     assert worst([Outcome.PASS, Outcome.INCONCLUSIVE, Outcome.REJECT]) is Outcome.REJECT
+
+
+def test_what_a_gate_demands_is_told_in_plain_words() -> None:
+    """The first sentences of its docstring are shown by `mxgate list gates` and in reports: no name of our code."""
+    for gate, function in gates.GATE_FUNCTIONS.items():
+        told = (function.__doc__ or "").partition("\n\n")[0]
+        assert told and not re.search(r"\b[A-Z]{2,}\b|_|`", told), f"{gate}: {told}"

@@ -16,12 +16,11 @@ from mxgate.conformance.case import EXACT, ROUTINGS, Case, asked, case_by_id, ca
 from mxgate.conformance.data import BUDGET, frame, signature
 from mxgate.conformance.launch import digest
 from mxgate.conformance.poison import COPIED, POISONS, STALE
-from mxgate.kernels.build import OPS, registry
+from mxgate.kernels.build import GEMMS, OPS, registry
 from mxgate.oracle import FORMATS, Answer
 from mxgate.oracle.bound import round_to
 from mxgate.oracle.formats import decode, scale_value
 
-GEMMS = ("forward", "dgrad", "wgrad")
 SMOKE = cases(None, "smoke")
 
 

@@ -25,11 +25,10 @@ from mxgate.conformance.poison import COPIED
 from mxgate.conformance.verdict import GATES, MANDATORY, Finding, Outcome, judge, worst
 from mxgate.kernels import numpy_reference as reference
 from mxgate.kernels import numpy_windowed as windowed
-from mxgate.kernels.build import Build, find, registry
+from mxgate.kernels.build import GEMMS, Build, find, registry
 from mxgate.oracle import MXArray
 from mxgate.oracle.freivalds import freivalds
 
-GEMMS = ("forward", "dgrad", "wgrad")
 Liar = Callable[[np.ndarray], None]
 
 

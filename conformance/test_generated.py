@@ -22,7 +22,6 @@ from mxgate.conformance.verdict import Outcome
 from mxgate.kernels.build import Build, registry
 from mxgate.kernels.faults import FAULTS
 
-GEMMS = ("forward", "dgrad", "wgrad")
 FORMATS = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
 OUT = ("bfloat16", "float16", "float32")
 FAMILIES = ("exact-sum", "signature", "special", "subnormal", "normal", "heavy-tailed", "cancellation")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mxgate.conformance import run, training
-from mxgate.kernels.build import outside, registry
+from mxgate.kernels.build import GEMMS, outside, registry
 from mxgate.kernels.faults import FAULTS
 from mxgate.kernels.gpu import gpu
 from mxgate.kernels.grouped_mm import Recipe, recipe
@@ -48,7 +48,7 @@ def test_a_wrong_gradient_does_not(op: str, base: tuple[float, ...], tmp_path: P
         "dgrad": outside("dgrad", f"{tmp_path / 'wrong.py'}:dgrad"),
     }[op]
     right = recipe()
-    builds: dict[str, Any] = {op: getattr(right, op) for op in training.OPS} | {wrong.op: wrong}
+    builds: dict[str, Any] = {op: getattr(right, op) for op in GEMMS} | {wrong.op: wrong}
     how = Recipe(builds["forward"], builds["dgrad"], builds["wgrad"])
     assert training.distance(training.losses(training.mxfp8(how), STEPS), base) > training.LIMIT
 
@@ -73,7 +73,7 @@ def test_the_distance_is_of_the_judged_steps_and_nan_is_no_accept() -> None:
 
 
 def test_every_format_and_every_scale_rule_has_a_row() -> None:
-    builds = {op: registry()[f"{op}/torch_dequant"] for op in training.OPS}
+    builds = {op: registry()[f"{op}/torch_dequant"] for op in GEMMS}
     curves = [
         training.Curve(name, (), 0.0, how) for name, how in training.recipes(list(training.RECIPES), builds).items()
     ]

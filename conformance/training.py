@@ -21,14 +21,13 @@ from torch import Tensor
 
 from mxgate.fixtures import capture_moe as moe
 from mxgate.kernels.build import Build
-from mxgate.kernels.grouped_mm import OPS, LaunchError, Recipe, grouped_mm
+from mxgate.kernels.grouped_mm import LaunchError, Recipe, grouped_mm
 from mxgate.oracle.formats import FORMATS
 from mxgate.oracle.scales import PROFILES, SCALE_RULES, profile_for
 
 __all__ = [
     "HORIZON",
     "LIMIT",
-    "OPS",
     "RECIPES",
     "WINDOW",
     "Curve",

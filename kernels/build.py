@@ -57,6 +57,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
         "quantize": Op("quantize", ("x", "axis"), (), {}, "elements"),
     }
 )
+GEMMS = tuple(op.name for op in OPS.values() if op.contraction)
 
 
 BLOCK = 32  # tokens under one scale: what every wgrad group is a multiple of

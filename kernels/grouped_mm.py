@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from mxgate import oracle
-from mxgate.kernels.build import BLOCK, Build, BuildError, registry
+from mxgate.kernels.build import BLOCK, GEMMS, Build, BuildError, registry
 from mxgate.kernels.gpu import is_gpu
 from mxgate.kernels.tensors import to_array, to_tensor
 from mxgate.oracle.formats import FORMATS
 from mxgate.oracle.groups import check_offsets
 from mxgate.oracle.scales import Profile, profile_for
 
-OPS = ("forward", "dgrad", "wgrad")
 _ELEMENTS = {name: getattr(torch, f"float8_{name}") for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")}
 
 
@@ -55,7 +54,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         x, w, dy = self.activations, self.weights, self.gradients
-        for op, formats in zip(OPS, ((x, w), (dy, w), (dy, x)), strict=True):
+        for op, formats in zip(GEMMS, ((x, w), (dy, w), (dy, x)), strict=True):
             build: Build = getattr(self, op)
             if build.op != op:
                 raise BuildError(f"{build.id} computes {build.op}; expected a build of {op}")

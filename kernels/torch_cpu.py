@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mxgate.kernels.build import Build
+from mxgate.kernels.build import GEMMS, Build
 from mxgate.oracle import groups
 
 if TYPE_CHECKING:
@@ -181,5 +181,5 @@ BUILDS = tuple(
         sources=("mxgate.oracle.groups",),
     )
     for design in ("dequant", "blocks")
-    for op in ("forward", "dgrad", "wgrad")
+    for op in GEMMS
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mxgate.kernels.build import BLOCK, Build
+from mxgate.kernels.build import BLOCK, GEMMS, Build
 
 if TYPE_CHECKING:
     import torch
@@ -249,7 +249,7 @@ BUILDS = (
             requires=("torch", "triton"),
             sources=("mxgate.oracle.groups", *_TRITON),
         )
-        for op in ("forward", "dgrad", "wgrad")
+        for op in GEMMS
     ),
     *(
         Build(
@@ -264,6 +264,6 @@ BUILDS = (
             requires=("torch", "triton"),
             sources=("mxgate.oracle.groups", *_TRITON),
         )
-        for op in ("forward", "dgrad", "wgrad")
+        for op in GEMMS
     ),
 )

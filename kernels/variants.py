@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mxgate.kernels import parts as p
-from mxgate.kernels.build import Build
+from mxgate.kernels.build import GEMMS, Build
 from mxgate.kernels.numpy_reference import BLOCK
 from mxgate.kernels.parts import F64, Array, Call, Kernel, Parts, kernel
 
 F32 = NDArray[np.float32]
-GEMMS = ("forward", "dgrad", "wgrad")
 
 
 def fp32_dot(a: F64, b: F64) -> Array:

@@ -10,7 +10,7 @@ from pathlib import Path
 from mxgate.conformance.commands import common
 from mxgate.conformance.commands.choose import choose_builds
 from mxgate.conformance.commands.usage import UsageError, unknown
-from mxgate.kernels.build import Build
+from mxgate.kernels.build import GEMMS, Build
 from mxgate.kernels.gpu import lacks
 
 DEFAULT = "torch_dequant"
@@ -125,14 +125,12 @@ def _certified(paths: Sequence[Path]) -> list[Build]:
 
 def _builds(held: Sequence[Build], names: Sequence[str]) -> dict[str, Build]:
     """A build for each op, of those that hold certificates, of those named, or the default. UsageError."""
-    from mxgate.conformance.training import OPS
-
     builds: dict[str, Build] = {}
     # A bare name may be a quantizer's as well; training quantizes by itself.
-    named = [b for name in names for b in choose_builds([name], None) if b.op in OPS or name == b.id]
+    named = [b for name in names for b in choose_builds([name], None) if b.op in GEMMS or name == b.id]
     for build in (*held, *named):
-        if build.op not in OPS:
-            raise UsageError(f"{build.id} computes {build.op}; expected builds of {', '.join(OPS)}")
+        if build.op not in GEMMS:
+            raise UsageError(f"{build.id} computes {build.op}; expected builds of {', '.join(GEMMS)}")
         if build.op in builds:
             raise UsageError(f"{builds[build.op].id} and {build.id} both compute {build.op}; give one")
         if (module := build.missing()) is not None:
@@ -140,4 +138,4 @@ def _builds(held: Sequence[Build], names: Sequence[str]) -> dict[str, Build]:
         if (lacking := lacks(build.device)) is not None:
             raise UsageError(f"{build.id} {lacking}")
         builds[build.op] = build
-    return {op: builds.get(op) or choose_builds([DEFAULT], op)[0] for op in OPS}
+    return {op: builds.get(op) or choose_builds([DEFAULT], op)[0] for op in GEMMS}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from mxgate.kernels.build import BLOCK, Build
+from mxgate.kernels.build import BLOCK, GEMMS, Build
 
 _PACKAGE = __name__.rpartition(".")[0]
 _FP8 = ("e4m3fn", "e5m2")
@@ -48,7 +48,7 @@ BUILDS = (
             **_COMMON,
         )
         for product, formats, accumulator in _PRODUCTS
-        for op in ("forward", "dgrad", "wgrad")
+        for op in GEMMS
     ),
     Build(
         "triton_mixed_input",

@@ -162,8 +162,8 @@ def on_ray(
         free = f"{settings.jobs} free cores" if settings.jobs else "all its cores free (or --jobs of them)"
         first: Place = hear(READY, f"no node of the Ray cluster was ready within {READY:g} s: it must have {free}")
 
-        def judge(pairs: Sequence[Pair]) -> Iterator[CaseResult]:
-            ours.send(list(pairs))
+        def judge(pairs: Sequence[Pair], before: Mapping[str, int]) -> Iterator[CaseResult]:
+            ours.send((list(pairs), dict(before)))
             while (result := hear()) is not None:
                 yield result
 
@@ -244,7 +244,7 @@ class Judge:
         """The result, and whether the build hung. The driver counts that, for all nodes together."""
         from mxgate.conformance.runner import hung
 
-        self._runner.forget_hangs()
+        self._runner.count_hangs({})
         # On the runner's own threads, which last as long as its children are to.
         ((_, (result, evidence)),) = self._runner.each(lambda pair: self._runner.examine(*pair), [(build, case)])
         return result, evidence is not None and hung(evidence.launches)
@@ -329,7 +329,8 @@ def _drive(driver: _Driver) -> None:
     looked = -_JOIN
     while True:
         if driver.channel.poll():
-            driver.pairs = deque(driver.channel.recv())
+            pairs, before = driver.channel.recv()
+            driver.pairs, driver.hangs = deque(pairs), Counter(before)
         if time.monotonic() - looked > _JOIN:
             _join(driver)
             looked = time.monotonic()

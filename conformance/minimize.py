@@ -137,7 +137,7 @@ def minimize(runner: Runner, build: Build, case: Case, path: Path, say: Say = la
             """The gate that rejects what is kept, if it is one that rejected the whole."""
             nonlocal tried
             tried += 1
-            runner.forget_hangs()
+            runner.count_hangs({})
             file = Path(folder) / f"{tried}.safetensors"
             recorded.save(file, "minimal", case, cut(case, arrays, kept))
             found, _ = runner.examine(build, recorded.cases(file)[0])

@@ -93,8 +93,9 @@ def run(
                 old = earlier.get((b.id, crew.fingerprints[b.id], c.id, stamp))
                 if old is not None and old.device == crew.devices[b.id]:
                     known[b.id, c.id] = old
-            todo = [(b, c) for b, c in mine if (b.id, c.id) not in known]
-            for number, result in enumerate(crew.judge(todo), 1):
+            before = runner.hangs(known.values())
+            todo = [(b, c) for b, c in mine if (b.id, c.id) not in known and not _given_up(b, c, before)]
+            for number, result in enumerate(crew.judge(todo, before), 1):
                 known[result.build, result.case] = result
                 if journal is not None and not given_up(result):
                     journal.append(result, stamp)
@@ -119,6 +120,11 @@ def _in_shard(pair: tuple[Build, Case], builds: Sequence[Build], cases: Sequence
     return (builds.index(pair[0]) + cases.index(pair[1])) % shard[1] == shard[0] - 1
 
 
+def _given_up(build: Build, case: Case, hangs: Mapping[str, int]) -> bool:
+    """Whether a build that hung on so many cases would not be run on another one."""
+    return hangs[build.id] >= runner.HANGS and build.declines(case) is None
+
+
 def summarise(
     builds: Sequence[Build],
     cases: Sequence[Case],
@@ -126,13 +132,20 @@ def summarise(
     known: Mapping[tuple[str, str], CaseResult],
     **counts: Any,
 ) -> RunReport:
-    """Add up the results by (build, case) of a plan. A build of which a pair is missing is at best inconclusive."""
+    """Add up the results by (build, case) of a plan. A build of which a pair is missing is at best inconclusive.
+
+    Cases that were given up are not kept: where a build hung on enough others, those that are missing are they.
+    """
     pairs = [(b, c) for b in builds for c in cases if case_module.asked(c, b, settings.tier)]
     found: dict[str, list[CaseResult]] = {b.id: [] for b in builds}
     lacking: dict[str, int] = dict.fromkeys(found, 0)
+    hangs = runner.hangs(known[b.id, c.id] for b, c in pairs if (b.id, c.id) in known)
+    prints = {result.build: result.fingerprint for result in known.values()}
     for b, c in pairs:
         if (b.id, c.id) in known:
             found[b.id].append(known[b.id, c.id])
+        elif _given_up(b, c, hangs):
+            found[b.id].append(runner.not_run(b, c, prints[b.id], runner.HUNG))
         else:
             lacking[b.id] += 1
     verdicts = []

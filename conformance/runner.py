@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from mxgate.kernels.build import Build, registry
 from mxgate.kernels.gpu import is_gpu
 
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
+NO_ANSWER = "no answer within"  # how the error of a launch that ran into it begins
 HUNG = f"the build hung on {HANGS} cases before this one"
 BULKY = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
 
@@ -100,7 +101,7 @@ class Runner:
         self._pool = Pool(settings.limits, limits or {}, self._stop)
         self._lock = threading.Lock()
         self._contexts: OrderedDict[str, _Context] = OrderedDict()
-        self._hangs: dict[str, int] = defaultdict(int)
+        self._hangs: Counter[str] = Counter()
         self._fingerprints: dict[Build, str] = {}
         # One set of threads for the life of the runner: Linux kills a child when the thread that started it ends.
         self._threads = ThreadPoolExecutor(self.jobs)
@@ -190,9 +191,9 @@ class Runner:
             self._fingerprints[build] = build.fingerprint()
         return self._fingerprints[build]
 
-    def forget_hangs(self) -> None:
-        """Let builds run again that hung on too many cases before."""
-        self._hangs.clear()
+    def count_hangs(self, before: Mapping[str, int]) -> None:
+        """Take builds to have hung on as many cases as that, and on no other: of none, all may run again."""
+        self._hangs = Counter(before)
 
     def _launch(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> tuple[Launch, ...]:
         """Every launch of the plan, up to the one in which the build took its process down."""
@@ -277,7 +278,14 @@ class Runner:
 
 def hung(launches: Iterable[Launch]) -> bool:
     """Whether one of a case's launches ran into the time limit."""
-    return any(launch.error is not None and launch.error.startswith("no answer within") for launch in launches)
+    return any(launch.error is not None and launch.error.startswith(NO_ANSWER) for launch in launches)
+
+
+def hangs(results: Iterable[CaseResult]) -> Counter[str]:
+    """On how many cases each build hung, by what the contract gate says."""
+    return Counter(
+        r.build for r in results if any(f.gate == "contract" and f.what.startswith(NO_ANSWER) for f in r.findings)
+    )
 
 
 def not_run(build: Build, case: Case, fingerprint: str, why: str) -> CaseResult:
@@ -313,12 +321,13 @@ Pair = tuple[Build, Case]
 class Crew:
     """Those who judge, ready to.
 
-    fingerprints, devices: of each build by its id, where it will run. judge: a result for each pair, as they come.
+    fingerprints, devices: of each build by its id, where it will run. judge: a result for each pair, as they come; it
+    is told on how many cases before each build hung.
     """
 
     fingerprints: Mapping[str, str]
     devices: Mapping[str, str]
-    judge: Callable[[Sequence[Pair]], Iterator[CaseResult]]
+    judge: Callable[[Sequence[Pair], Mapping[str, int]], Iterator[CaseResult]]
 
 
 @contextlib.contextmanager
@@ -328,7 +337,8 @@ def on_this_machine(
     """Threads and children on this machine."""
     with Runner(settings, stop) as runner:
 
-        def judge(pairs: Sequence[Pair]) -> Iterator[CaseResult]:
+        def judge(pairs: Sequence[Pair], before: Mapping[str, int]) -> Iterator[CaseResult]:
+            runner.count_hangs(before)
             return (result for _, result in runner.each(lambda pair: runner.examine(*pair)[0], pairs))
 
         devices = {b.id: machine.device_of(b) for b in builds}

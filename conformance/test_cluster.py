@@ -323,3 +323,15 @@ def test_a_build_that_hung_is_given_up_on_every_node() -> None:
     cluster._hand_out(driver)
     assert [result.case for result in sent] == [case.id for case in cases]
     assert all("not run: the build hung on 2 cases" in result.findings[0].what for result in sent)
+
+
+def test_a_driver_is_told_of_hangs_before_it() -> None:
+    driver, _ = _driver({})
+    build, cases = driver.plan.builds[0], driver.plan.cases
+    heard = iter([([(build, case) for case in cases], {build.id: 1})])
+    driver.channel = SimpleNamespace(poll=lambda: True, recv=lambda: next(heard))
+    with pytest.raises(StopIteration), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "_join", lambda driver: None)
+        patch.setattr(cluster, "_hand_out", lambda driver: None)
+        cluster._drive(driver)
+    assert driver.hangs == {build.id: 1} and driver.pairs is not None and len(driver.pairs) == len(cases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from mxgate.conformance.commands import common
@@ -58,9 +59,10 @@ def command(args: argparse.Namespace) -> int:
         settings,
         wanted,
         ran=0,
-        resumed=len(wanted),
+        resumed=0,
         seconds=0.0,
         warnings=tuple(warnings),
     )
+    report = replace(report, resumed=len(report.results))
     apart = common.STATE / "report" if len(args.folder) > 1 else args.folder[0]
     return finish(report, common.writable(args.out or apart), args.json, html=args.html)

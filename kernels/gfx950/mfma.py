@@ -447,7 +447,10 @@ class Side:
             decode(words[lo : lo + step], self.element, self.form, part)
             if scales is not None:
                 apply_scales(part, scales[lo : lo + step], self.form)
-        live = words.any(2).reshape(*words.shape[:2], -1, self.form.rows).any(2)
+        live = words.any(2)
+        if scales is not None:
+            live |= scales == 0xFF  # which makes NaN of zeros
+        live = live.reshape(*words.shape[:2], -1, self.form.rows).any(2)
         return Decoded(out, None if live.all() else live)
 
 

@@ -392,11 +392,12 @@ def test_masked_products_vanish() -> None:
 
 
 @pytest.mark.parametrize("model", ["exact-rne", "cdna3-like"])
-@pytest.mark.parametrize("nan", [None, "a", "b"])
+@pytest.mark.parametrize("nan", [None, "a", "b", "sa", "sb"])
 @pytest.mark.parametrize("waves", [1, 20])
 def test_rows_of_zeros_are_not_multiplied_and_still_right(waves: int, nan: str | None, model: str) -> None:
-    """A tile at an edge of the matrix: rows past its end hold zeros, in other places of other waves. A NaN on one side
-    meets the zeros of the other; what no product reaches keeps C, but for the sign of a zero."""
+    """A tile at an edge of the matrix: rows past its end hold zeros, in other places of other waves. A NaN on one side,
+    or a scale that makes NaN of zeros, meets the zeros of the other; what no product reaches keeps C, but for the sign
+    of a zero."""
     rng = np.random.default_rng(waves)
     st, want = fresh(waves), []
     for wave in range(waves):
@@ -405,7 +406,11 @@ def test_rows_of_zeros_are_not_multiplied_and_still_right(waves: int, nan: str |
         a[rng.integers(0, 17) :], b[: rng.integers(0, 17)] = 0, 0
         sa, sb = (rng.integers(126, 128, (16, 4)) for _ in range(2))
         if nan and wave == waves - 1:
-            {"a": a, "b": b}[nan][5, 77] = 0x7F
+            if nan in "ab":
+                {"a": a, "b": b}[nan][5, 77] = 0x7F
+            else:
+                {"sa": a, "sb": b}[nan][5] = 0
+                {"sa": sa, "sb": sb}[nan][5, 2] = 0xFF
         for first, codes in ((0, a), (8, b)):
             st.registers[first : first + 8, wave] = pack(codes, 16, "fp8")
         st.registers[16, wave], st.registers[17, wave] = scale_words(sa, 16, 0, rng), scale_words(sb, 16, 0, rng)

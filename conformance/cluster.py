@@ -199,7 +199,7 @@ class _Ear:
     stop: threading.Event
 
     def __call__(self, seconds: float = float("inf"), late: str = "") -> Any:
-        from mxgate.conformance.worker import Stopped
+        from mxgate.conformance.child import Stopped
 
         deadline = time.monotonic() + seconds
         while not self.channel.poll(0.2):

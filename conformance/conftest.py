@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import signal
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ import pytest
 from mxgate.conformance import data, gates, run
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import Case
-from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, digest
-from mxgate.kernels.build import Build
+from mxgate.conformance.child import Child, Limits
+from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands, digest
+from mxgate.kernels.build import Build, outside
 
 Kernel = Callable[..., Any]
 Collect = Callable[[Build, Case, Kernel], Evidence]
@@ -77,6 +77,9 @@ def slow(*operands):
     return wgrad(*operands)
 """
 FEW_CASES = ("wgrad/64x96/empties/signature", "wgrad/64x96/shift32/special", "wgrad/64x96/ramp1.5/normal")
+UNIT = Case("forward", "unit", "uniform", "ones", n=2, k=32, sizes=(4, 3), buffer=9)
+SPEC = LaunchSpec("first")
+Start = Callable[..., Child]
 FEW = tuple(word for case in FEW_CASES for word in ("--case", case))  # together they speak to every mandatory gate
 
 
@@ -148,10 +151,10 @@ def sigint(kept: Any = signal.default_int_handler) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of builds: SOURCE."""
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of builds: the SOURCE of the test's module, or this one's."""
     path = tmp_path_factory.mktemp("builds") / "mine.py"
-    path.write_text(textwrap.dedent(SOURCE))
+    path.write_text(getattr(request.module, "SOURCE", SOURCE))
     return path
 
 
@@ -166,3 +169,32 @@ def accepted(few_are_all: None, say: Say, source: Path, tmp_path: Path) -> Path:
     """The certificate of a right build."""
     assert say("run", "--op", "wgrad", "--build", f"{source}:wgrad", *FEW)[0] == 0
     return tmp_path / ".mxgate/certificates/wgrad-mine.wgrad.json"
+
+
+def unit_operands() -> Operands:
+    """Of the case UNIT: all ones."""
+    e8m0, e4m3 = ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3fn
+    one = np.array(127, np.uint8).view(e8m0)
+    return Operands(
+        {
+            "x": np.ones((9, 32), e4m3),
+            "x_scales": np.full((9, 1), one, e8m0),
+            "w": np.ones((2, 2, 32), e4m3),
+            "w_scales": np.full((2, 2, 1), one, e8m0),
+            "offsets": np.array([4, 7], np.int32),
+        }
+    )
+
+
+@pytest.fixture
+def start(source: Path) -> Iterator[Start]:
+    """Start a child with a forward build of `source`."""
+    children: list[Child] = []
+
+    def begin(name: str, seconds: float = 20.0, memory: float = 4.0) -> Child:
+        children.append(Child(outside("forward", f"{source}:{name}"), Limits(seconds, memory)))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.close()

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mxgate.conformance.case import Case
 from mxgate.kernels.build import Build
+from mxgate.kernels.gpu import is_emulated
 from mxgate.oracle import Answer, MXArray
 
 Array = NDArray[Any]
@@ -128,10 +129,20 @@ class Evidence:
     replayed: Evidence | None = None
 
 
+def bytes_of(array: Array) -> NDArray[np.uint8]:
+    """The bytes of a C-contiguous array, flat and without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
 def digest(arrays: Iterable[Array]) -> str:
     """SHA-256 over dtype, shape and bytes of each array in turn."""
     total = hashlib.sha256()
     for array in arrays:
         total.update(f"{array.dtype.name}{array.shape};".encode())
-        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        total.update(bytes_of(np.ascontiguousarray(array)).data)
     return total.hexdigest()
+
+
+def launches_flydsl(build: Build) -> bool:
+    """Of the emulated builds those that need FlyDSL launch through it; ours may run from committed machine code."""
+    return is_emulated(build.device) and "flydsl" in build.requires

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mxgate.conformance import data
 from mxgate.conformance.case import Case, cases
+from mxgate.conformance.child import Child, ChildError, Limits
 from mxgate.conformance.launch import LaunchSpec
-from mxgate.conformance.worker import Child, ChildError, Limits
 from mxgate.kernels.build import Build, Unavailable, registry
 from mxgate.kernels.flydsl import budget
 from mxgate.kernels.gfx950 import ledger, virtual

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mxgate.conformance.case import EXACT, Case, cases, salted
+from mxgate.conformance.child import Limits
 from mxgate.conformance.poison import COPIED
 from mxgate.conformance.rules import RULES, verdicts
 from mxgate.conformance.run import order
 from mxgate.conformance.runner import Runner
 from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import GATES, CaseResult, Outcome
-from mxgate.conformance.worker import Limits
 from mxgate.kernels.build import Build
 from mxgate.kernels.faults import Fault
 

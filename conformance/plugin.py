@@ -135,9 +135,9 @@ class _Session:
         return True
 
     def _judge(self, build: Build, case: Case, terms: dict[str, Any]) -> CaseResult:
+        from mxgate.conformance.child import Limits
         from mxgate.conformance.runner import Runner
         from mxgate.conformance.settings import Settings
-        from mxgate.conformance.worker import Limits
 
         settings = Settings(tier=terms["tier"], limits=Limits(terms["time_limit"], terms["memory_limit"]))
         if settings.stamp not in self.runners:

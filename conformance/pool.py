@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 
 from mxgate.conformance import machine
-from mxgate.conformance.worker import Child, Limits, Stopped
+from mxgate.conformance.child import Child, Limits, Stopped
 from mxgate.kernels.build import Build
 
 IDLE = 64  # children kept waiting: more than an op has builds, or what a build keeps between cases would not show

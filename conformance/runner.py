@@ -19,16 +19,15 @@ import numpy as np
 from mxgate.conformance import case as case_module
 from mxgate.conformance import data, gates, machine
 from mxgate.conformance.case import Case
+from mxgate.conformance.child import NO_ANSWER, Child, ChildError, Limits
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, Operands
 from mxgate.conformance.pool import Pool
 from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import CaseResult, Finding, Outcome
-from mxgate.conformance.worker import Child, ChildError, Limits
 from mxgate.kernels.build import Build, registry
 from mxgate.kernels.gpu import is_gpu
 
 HANGS = 2  # cases that may run into the time limit before the rest of a build's cases are given up
-NO_ANSWER = "no answer within"  # how the error of a launch that ran into it begins
 HUNG = f"the build hung on {HANGS} cases before this one"
 BULKY = 64 << 20  # operand bytes above which the operands of a case's poisons are not all kept
 

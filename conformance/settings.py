@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mxgate.conformance.child import Limits
 from mxgate.conformance.verdict import GATES
 from mxgate.conformance.version import code_version
-from mxgate.conformance.worker import Limits
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The gates against honest builds of different designs and against liars.
 
 Each liar changes one thing in evidence that passes. What is not tested here: that real wrong kernels are caught (the
-faults, through `mxgate faults`), and what only a child can see (guard pages, canaries, limits: test_worker).
+faults, through `mxgate faults`), and what only a child can see (guard pages, canaries, limits: test_guard, test_child).
 """
 
 from __future__ import annotations

@@ -18,17 +18,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mxgate.conformance import data, gates, worker
+from mxgate.conformance import data, gates, guard, torch_arrays
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import case_by_id, cases, rerouted
+from mxgate.conformance.child import Child, Limits
 from mxgate.conformance.commands.choose import choose_builds
 from mxgate.conformance.commands.usage import UsageError
+from mxgate.conformance.complaint import Uncaptured
+from mxgate.conformance.guard import MARGIN
 from mxgate.conformance.launch import Evidence, Launch, LaunchSpec, digest
 from mxgate.conformance.machine import device_of
 from mxgate.conformance.runner import Runner
 from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import Finding, Outcome, judge
-from mxgate.conformance.worker import MARGIN
 from mxgate.kernels import gpu as gpu_module
 from mxgate.kernels.build import Build, load_target, registry
 from mxgate.kernels.gpu import Gpu, is_emulated, is_gpu
@@ -112,7 +114,7 @@ def test_a_stray_write_beside_an_array_shows(monkeypatch: pytest.MonkeyPatch) ->
     ):
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
-    side = worker._Gpu("cpu")
+    side = torch_arrays.GpuArrays("cpu")
     array = np.arange(96, dtype=np.float32)
     given = side.wrap(array)
     given[3] = -1
@@ -126,7 +128,7 @@ def test_a_stray_write_beside_an_array_shows(monkeypatch: pytest.MonkeyPatch) ->
     before = side.wrap(array)
     before.view(torch.uint8).as_strided((MARGIN,), (1,), storage_offset=0)[MARGIN - 1] = 1
     assert side.finish() == ["1 bytes beside an array of 384 bytes on the GPU"]
-    monkeypatch.setattr(worker, "_fill_byte", 0x3F)
+    monkeypatch.setattr(guard, "_fill_byte", 0x3F)
     assert (torch.empty(5).view(torch.uint8) == 0x3F).all()
     turned = torch.empty_strided((4, 5), (1, 4)), torch.empty_permuted((4, 5), (1, 0))
     for made in (torch.zeros(1).new_empty(5), *turned):
@@ -142,7 +144,7 @@ def test_a_child_without_its_gpu_serves_no_other_launch(tmp_path: Path, device: 
     failing = f"torch._assert_async(torch.zeros(1, device={device!r}))"
     path.write_text(f"import torch\n\ndef fails(*operands):\n    {failing}\n    return operands[0]\n")
     build = Build("fails", "wgrad", f"{path}:fails", arrays="torch", group_alignment=32, device=device)
-    child = worker.Child(build, worker.Limits())
+    child = Child(build, Limits())
     try:
         launch = child.launch(case, LaunchSpec("first"), data.operands(case))
         assert launch.error is not None and launch.error.startswith("raised "), launch.error
@@ -292,7 +294,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_the_graph_gate_says(recording: None, captured: Any, name: str, family: str) -> None:
     """On a CPU: the judge, and the worker's part of a replay. Not: what CUDA itself refuses to capture."""
     build, case = captured(name), case_by_id(f"wgrad/64x96/ramp1.5/{family}")
-    other, side, function = rerouted(case), worker._Gpu("cpu"), load_target(build.target)
+    other, side, function = rerouted(case), torch_arrays.GpuArrays("cpu"), load_target(build.target)
     given = [[a.copy() for a in data.operands(c).arrays.values()] for c in (case, other)]
     first, second = ([side.wrap(a) for a in arrays] for arrays in given)
     launches = []
@@ -302,7 +304,7 @@ def test_what_the_graph_gate_says(recording: None, captured: Any, name: str, fam
             returned = side.replay(function, (first, {}), (second, {})) if label == "replayed" else function(*second)
             output = (side.unwrap(returned),)
             launches.append(Launch(spec, None, output, digest(output)))
-        except worker._Uncaptured as error:
+        except Uncaptured as error:
             launches.append(Launch(spec, str(error), (), ""))
     operands = data.operands(other)
     plan = tuple(launch.spec for launch in launches)
@@ -334,7 +336,7 @@ def test_a_gpu_build_of_numpy_arrays_is_told_what_a_graph_takes() -> None:
     build = replace(registry()["wgrad/numpy_reference"], device="cuda")
     case = case_by_id("wgrad/64x96/ramp1.5/exact-sum")
     other = rerouted(case)
-    with contextlib.closing(worker.Child(build, worker.Limits())) as child:
+    with contextlib.closing(Child(build, Limits())) as child:
         again, plain = child.replay(case, data.operands(case), other, data.operands(other))
     assert plain.error is None and again.error == (
         "cannot be captured in a CUDA graph: it takes NumPy arrays; "

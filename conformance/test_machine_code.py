@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mxgate.conformance import machine_code
-from mxgate.conformance.worker import Limits
+from mxgate.conformance.child import Limits
 from mxgate.kernels.build import Build, Unavailable, registry
 from mxgate.kernels.flydsl import budget
 

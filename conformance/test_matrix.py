@@ -14,12 +14,12 @@ from mxgate.conformance import gates as gate_module
 from mxgate.conformance import report
 from mxgate.conformance.__main__ import main
 from mxgate.conformance.case import cases
+from mxgate.conformance.child import Limits
 from mxgate.conformance.data import variants
 from mxgate.conformance.matrix import RANDOM, SHORT, kill_matrix
 from mxgate.conformance.rules import RULES
 from mxgate.conformance.settings import Settings
 from mxgate.conformance.verdict import GATES
-from mxgate.conformance.worker import Limits
 from mxgate.kernels import faults
 from mxgate.kernels.build import registry
 

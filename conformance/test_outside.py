@@ -21,10 +21,10 @@ import pytest
 
 from mxgate.conformance import certificate, run
 from mxgate.conformance.case import case_by_id
+from mxgate.conformance.child import Child, Limits
 from mxgate.conformance.data import operands
 from mxgate.conformance.launch import LaunchSpec
 from mxgate.conformance.layout import contraction_last
-from mxgate.conformance.worker import Child, Limits
 from mxgate.kernels import installed as installed_module
 from mxgate.kernels.build import Build, BuildError, apart, outside, registry
 from mxgate.oracle import from_blocked

@@ -18,10 +18,10 @@ import numpy as np
 
 from mxgate.conformance import data
 from mxgate.conformance.case import Case
+from mxgate.conformance.child import Child, ChildError, Limits
 from mxgate.conformance.gates import plan, run_gates
 from mxgate.conformance.launch import Evidence
 from mxgate.conformance.verdict import Outcome
-from mxgate.conformance.worker import Child, ChildError, Limits
 from mxgate.kernels.build import Build
 
 VARIANT = "nan"

@@ -18,8 +18,8 @@ from mxgate.kernels import build as build_module
 # the machine, hands out work or makes records of builds; the emulator is in the fingerprints of the builds it runs.
 _JUDGING: Mapping[str, str] = {
     str(mxgate.oracle.__file__): "bound exact formats freivalds gemm groups layouts quantize scales",
-    __file__: "case data gates launch layout poison pool recorded results run runner settings verdict version where "
-    "worker",
+    __file__: "case channel child complaint data gates guard launch layout poison pool recorded results run runner "
+    "settings torch_arrays verdict version where worker",
     str(build_module.__file__): "build declared gpu tensors",
     str(store.__file__): "store",
 }

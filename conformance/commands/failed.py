@@ -29,8 +29,8 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def plain_settings(tier: str, args: argparse.Namespace) -> Any:
+    from mxgate.conformance.child import Limits
     from mxgate.conformance.settings import Settings
-    from mxgate.conformance.worker import Limits
 
     return Settings(tier=tier, jobs=1, limits=Limits(args.time_limit or common.SECONDS[tier], args.memory_limit))
 

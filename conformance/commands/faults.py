@@ -44,9 +44,9 @@ def command(args: argparse.Namespace) -> int:
     if args.isa is not None:
         return _machine_code_faults(args)
     from mxgate.conformance import report as text
+    from mxgate.conformance.child import Limits
     from mxgate.conformance.matrix import kill_matrix
     from mxgate.conformance.settings import Settings
-    from mxgate.conformance.worker import Limits
     from mxgate.kernels.faults import FAULTS
     from mxgate.kernels.variants import CORRECT
 

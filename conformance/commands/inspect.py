@@ -29,7 +29,7 @@ def options(sub: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     from mxgate.conformance import machine_code
     from mxgate.conformance import report as text
-    from mxgate.conformance.worker import Limits
+    from mxgate.conformance.child import Limits
     from mxgate.kernels.flydsl import budget
     from mxgate.kernels.gfx950 import virtual
 

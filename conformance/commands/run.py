@@ -77,8 +77,8 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Any:
+    from mxgate.conformance.child import Limits
     from mxgate.conformance.settings import Settings
-    from mxgate.conformance.worker import Limits
 
     return Settings(
         tier=args.tier,

@@ -66,8 +66,8 @@ def _write_html(report: Any, path: Path, out: Path) -> None:
 
 def read_plan(folder: Path) -> dict[str, Any]:
     """What run.json says, its builds as records. Raises UsageError."""
+    from mxgate.conformance.child import Limits
     from mxgate.conformance.verdict import GATES
-    from mxgate.conformance.worker import Limits
     from mxgate.kernels.build import build_from
 
     try:

@@ -56,7 +56,7 @@ def command(args: argparse.Namespace) -> int:
     from mxgate.conformance import certificate, machine, timing
     from mxgate.conformance import report as text
     from mxgate.conformance.case import case_by_id
-    from mxgate.conformance.worker import Limits
+    from mxgate.conformance.child import Limits
 
     try:
         held = [(path, certificate.read(path)) for path in args.certificate]

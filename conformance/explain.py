@@ -1,8 +1,10 @@
 """From evidence and a finding to what probably went wrong.
 
-The wrong output is held against a few hundred mistakes, each a small change to a plain model (hypotheses.py). One that
-gives every bit is named as certain; on signature data, where each scale has an exponent of its own, that is as a rule
-one and no more. What none of them gives is decoded row by row: the factors of a row's scales are solved for and looked
+The wrong output is held against a few hundred mistakes, each a small change to a plain model (hypotheses.py). Of those
+that give every bit, launches whose padding held other bytes rule out some: a NaN that leaks in looks the same from
+wherever it came, zeros in its place do not. One that is left alone is named as certain, several as ones that fit alike:
+on few blocks the end of a group that comes too early and a last block that is lost are the same mistake. What none of
+them gives is decoded row by row: the factors of a row's scales are solved for and looked
 up in the scale plane.
 
 A cause is a help for whoever looks for the mistake. No verdict depends on one.
@@ -10,7 +12,7 @@ A cause is a help for whoever looks for the mistake. No verdict depends on one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +35,8 @@ WORK = 1 << 27  # multiply-adds above which no hypothesis is tried
 
 @dataclass(frozen=True)
 class Cause:
-    """sentence: what went wrong. confidence: "certain" (gives every bit), "likely" or "possible"."""
+    """sentence: what went wrong. confidence: "certain" (it gives every bit, and nothing else that is known does), "one
+    of 3 that fit" (so do others, which nothing here tells apart from it), "likely" or "possible"."""
 
     sentence: str
     confidence: str
@@ -199,21 +202,24 @@ def _causes(e: Evidence, launch: Launch, answer: Answer, out: Array, want: Array
     nan = np.isnan(out.astype(np.float64))
     view = view_of(e, launch)
     scored: list[tuple[int, str]] = []
+    stored: list[str] = []
     for hypothesis in hypotheses(e, launch, view, want, bool(nan[wrong].all())):
         if hypothesis.stored is not None and bool((bits(out) == bits(hypothesis.stored)).all()):
-            return (Cause(hypothesis.sentence, "certain"),)
+            stored.append(hypothesis.sentence)
         # Much that goes wrong gives nothing but NaN: what gives nothing else names no cause.
         if hypothesis.stored is None and not nan.all():
             guess = hypothesis.output(view, out.dtype)
             scored.append((int(np.count_nonzero(unequal(out, guess))), hypothesis.sentence))
+    exact = [sentence for missed, sentence in scored if missed == 0]
+    if stored and not (exact and out.astype(np.float64).any()):  # a fact, whatever else gives nothing but zeros
+        return (Cause(stored[0], "certain"),)
     if nan.all() and np.isnan(want.astype(np.float64)).any():
         return (Cause("every element is NaN, and the operands hold a few: one NaN spreads over the result", "likely"),)
     if nan.all():
         held = f"every element is NaN: memory that held 0x{launch.spec.fill:02x} before is read or added to"
         return (Cause(held + ", or a NaN scale takes part in every sum", "possible"),)
-    exact = list(dict.fromkeys(sentence for missed, sentence in scored if missed == 0))
     if exact:
-        return tuple(Cause(sentence, "certain") for sentence in exact[:4])
+        return _fitting(e, launch, view, [*stored[:1], *exact], want)
     found = (
         _stale(e, launch, out, wrong)
         or _other_expert(e, out, want, wrong)
@@ -237,6 +243,21 @@ def _causes(e: Evidence, launch: Launch, answer: Answer, out: Array, want: Array
     if missed * 20 <= count and missed * 50 <= wrong.size:
         return (Cause(f"{sentence} ({missed} of {count} wrong elements are then left)", "likely"),)
     return ()
+
+
+def _fitting(e: Evidence, launch: Launch, view: View, exact: Sequence[str], want: Array) -> tuple[Cause, ...]:
+    """Which of the hypotheses that give a launch's bits also give those of a launch with each other padding."""
+    left, whole = list(dict.fromkeys(exact)), True
+    for other in {x.variant: x for x in reversed(e.launches) if usable(e, x) and x.variant != launch.variant}.values():
+        seen, out = view_of(e, other), owned(e.case, other.output[0])
+        if seen.a.shape != view.a.shape:  # operands cut to their tokens: a mistake is worded by its planes
+            continue
+        again = (h for h in hypotheses(e, other, seen, want, True) if h.sentence in left)
+        fits = {h.sentence for h in again if not unequal(out, h.output(seen, out.dtype)).any()}
+        left, whole = [sentence for sentence in left if sentence in fits] or left, whole and bool(fits)
+    if len(left) > 1:
+        return tuple(Cause(sentence, f"one of {len(left)} that fit") for sentence in left[:4])
+    return (Cause(left[0], "certain" if whole else "likely"),)
 
 
 def _stale(e: Evidence, launch: Launch, out: Array, wrong: Bool) -> tuple[Cause, ...]:
@@ -345,16 +366,18 @@ def _told(view: View, side: int, reads: list[Read]) -> Iterator[Cause]:
         by = factors_.pop()
         yield Cause(f"products are 2^{by} times what they should be: {name} {places}", "certain")
         return
+    said = []
     for read in reads[:3]:
         if read.used is None:
-            yield Cause(f"{name}: {_where(view, side, read)} is missing from the sum", "certain")
+            said.append(f"{_where(view, side, read)} is missing from the sum")
             continue
         right = int(plane[read.row, read.block])
         near = next((d for d in _NEAR if _at(plane, read, *d) == read.used), None) if len(reads) <= 3 else None
         source = f", which is the one {_away(*near)}" if near else ""
         twice = " (or its products are counted twice)" if read.used == right + 1 else ""
-        what = f"{_where(view, side, read)} uses the scale byte {read.used} instead of {right}{source}{twice}"
-        yield Cause(f"{name}: {what}", "certain")
+        said.append(f"{_where(view, side, read)} uses the scale byte {read.used} instead of {right}{source}{twice}")
+    more = f" ... ({len(reads)})" if len(reads) > 3 else ""
+    yield Cause(f"{name}: {'; '.join(said)}{more}", "certain")
 
 
 def _at(plane: NDArray[np.uint8], read: Read, dr: int, dj: int) -> int | None:
@@ -418,14 +441,16 @@ def _quantizer(e: Evidence, launch: Launch, answer: MXArray) -> tuple[tuple[str,
     alone = int(np.count_nonzero(wrong_elements & ~np.repeat(wrong_scales, BLOCK, axis=axis)))
     facts.append(f"{alone} elements are wrong in blocks whose scale is right")
     causes: list[Cause] = []
-    for name, profile in PROFILES.items():
-        for rounding, words in (("even", ""), ("away", ", ties away from zero")):
+    for rounding, words in (("even", ""), ("away", ", ties away from zero")):
+        same = []
+        for name, profile in PROFILES.items():
             if e.case.formats[0] in profile.formats:
                 mx = quantize(x, axis=axis, format=e.case.formats[0], profile=name, rounding=rounding)
                 if np.array_equal(mx.codes(), elements) and np.array_equal(mx.scale_codes(), scales):
-                    causes.append(Cause(f"these are the bytes of profile {name}{words}", "certain"))
-    if causes:
-        return tuple(facts), tuple(causes[:3])
+                    same.append(name)
+        if same:
+            others = f" (and of {', '.join(same[1:])})" if len(same) > 1 else ""
+            return tuple(facts), (Cause(f"these are the bytes of profile {same[0]}{others}{words}", "certain"),)
     with np.errstate(all="ignore"):
         mx = quantize(x.astype(ml_dtypes.bfloat16), axis=axis, format=e.case.formats[0], profile=e.build.profile)
     if np.array_equal(mx.codes(), elements) and np.array_equal(mx.scale_codes(), scales):

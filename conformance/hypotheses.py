@@ -361,7 +361,7 @@ def _meanings(view: View, side: int, who: str, whose: str) -> Iterator[Hypothesi
         read = partial(values, bytes_=table)
         yield Hypothesis(f"scale byte 0x{byte:02x} of {who} is taken for {word}", values=both([read, read]))
     for name, row in FORMATS.items():
-        if row.bits == 8 and any(f != name for s, f in enumerate(view.formats) if side in (s, 2)):
+        if row.bits == 8 and all(f != name for s, f in enumerate(view.formats) if side in (s, 2)):
             read = partial(_as, other=name)
             yield Hypothesis(f"{whose} elements are read as {name}", values=both([read, read]))
     for words, change in (
@@ -432,7 +432,7 @@ def _over_the_end(view: View, g: int, size: int, byte: int) -> Piece:
 
 def contraction_hypotheses(view: View) -> Iterator[Hypothesis]:
     """Blocks lost, or counted twice."""
-    for n in (1, 2, 3, 4):
+    for n in range(1, min(view.sa.shape[1], 5)):  # all of them would be the whole result
         blocks = "block" if n == 1 else f"{n} blocks"
         for words, choose in (
             (f"the last {blocks} of the contraction are lost", partial(_take, first=0, last=n)),

@@ -14,8 +14,8 @@ import pytest
 from mxgate.conformance.case import Case
 from mxgate.conformance.child import Child, Limits
 from mxgate.conformance.conftest import SPEC, UNIT, Start, unit_operands
-from mxgate.conformance.launch import LaunchSpec, Operands
-from mxgate.conformance.worker import KEPT
+from mxgate.conformance.launch import LaunchSpec, Operands, digest
+from mxgate.conformance.worker import AGES, KEPT_BYTES, Server
 from mxgate.kernels.build import Build
 
 SOURCE = """
@@ -42,11 +42,17 @@ def same_buffer(x, x_scales, w, w_scales, offsets):
 def sums(x, x_scales, w, w_scales, offsets, *, bias):
     return bias.astype(BF16)
 
-three = []
-def three_buffers(x, x_scales, w, w_scales, offsets):
-    three.append(three.pop(0) if len(three) == 3 else np.empty((x.shape[0], w.shape[1]), BF16))
-    three[-1][...] = counts(x, x_scales, w, w_scales, offsets)
-    return three[-1]
+held = []
+def by_turns(buffers, x, x_scales, w, w_scales, offsets):
+    held.append(held.pop(0) if len(held) == buffers else np.empty((x.shape[0], w.shape[1]), BF16))
+    held[-1][...] = counts(x, x_scales, w, w_scales, offsets)
+    return held[-1]
+
+def three_buffers(*operands):
+    return by_turns(3, *operands)
+
+def forty_buffers(*operands):
+    return by_turns(40, *operands)
 
 def returns_input(x, x_scales, w, w_scales, offsets):
     return x[:, :2]
@@ -69,11 +75,30 @@ def test_answers_are_copies_of_what_the_build_returned(start: Start) -> None:
     assert (first.output[0][0, 0], second.output[0][0, 0]) == (1, 2)
 
 
-def test_a_result_that_a_later_call_overwrites_is_seen_a_while_later(start: Start) -> None:
-    child = start("three_buffers")
-    said = [child.launch(UNIT, SPEC, unit_operands()).canaries for _ in range(KEPT + 2)]
-    assert said == [None] * KEPT + [f"wrote over the result of {KEPT} calls before"] * 2
-    assert start("counts").launch(UNIT, SPEC, unit_operands()).canaries is None
+@pytest.mark.parametrize(("name", "age"), [("three_buffers", 8), ("forty_buffers", 64)])
+def test_a_result_that_a_later_call_overwrites_is_seen_a_while_later(start: Start, name: str, age: int) -> None:
+    """Not caught: more buffers than the last of AGES, and more than 8 in a process that makes fewer than 64 calls."""
+    assert age in AGES
+    child = start(name)
+    said = [child.launch(UNIT, SPEC, unit_operands()).canaries for _ in range(age + 2)]
+    assert said == [None] * age + [f"wrote over the result of {age} calls before"] * 2
+
+
+def test_results_that_nobody_overwrites_are_kept_and_dropped_in_silence(start: Start) -> None:
+    child = start("counts")
+    assert {child.launch(UNIT, SPEC, unit_operands()).canaries for _ in range(AGES[-1] + 8)} == {None}
+
+
+def test_results_that_there_is_no_room_for_are_looked_at_before_they_go() -> None:
+    """Of an age that is none of AGES; the last one stays, however large it is."""
+    server = Server()
+    server.build = Build("f", "forward", "mine.py:f")
+    results = [np.full(KEPT_BYTES // 3, i, np.uint8) for i in range(4)]
+    server.kept = [(result, digest([result]), result.nbytes) for result in results]
+    results[0][5] = 99
+    assert server.overwritten() == ["the result of 4 calls before"] and len(server.kept) == 3
+    server.kept = [(results[1], digest([results[1]]), KEPT_BYTES + 1)]
+    assert server.overwritten() == [] and len(server.kept) == 1
 
 
 def test_an_output_in_an_operands_memory_is_named(start: Start) -> None:

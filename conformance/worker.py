@@ -34,8 +34,9 @@ from mxgate.kernels.tensors import dtype_of
 _NO_LAUNCH = {"FLYDSL_RUNTIME_KIND": "none"}
 # The operands of this variant lie flush against the page in front of them, those of all others against the one behind.
 AHEAD = "one"
-# Results that are compared again when as many others have been returned, and how many bytes of them are kept that long.
-KEPT, KEPT_BYTES = 8, 64 << 20
+# A result is compared again so many calls after its own: of N buffers that are returned by turns, the first such age of
+# at least N finds an old result gone. And how many bytes of results are kept that long.
+AGES, KEPT_BYTES = (1, 8, 64), 64 << 20
 
 
 def _virtual_device() -> Any:
@@ -172,16 +173,23 @@ class Server:
         }, parts
 
     def overwritten(self) -> list[str]:
-        """Which earlier results have changed, in words: the last one, and those that have been kept long enough."""
+        """Which earlier results have changed, in words: those of an age, and those that there is no more room for."""
         said, kept = [], self.kept
-        if kept and digest(self.unwrap(kept[-1][0])) != kept[-1][1]:
-            said.append("the result of the call before")
-            kept.pop()
-        while len(kept) >= KEPT or (len(kept) > 1 and sum(size for *_, size in kept) > KEPT_BYTES):
-            returned, then, _ = kept.pop(0)
-            if digest(self.unwrap(returned)) != then:
-                said.append(f"the result of {len(kept) + 1} calls before")
+        while len(kept) > 1 and sum(size for *_, size in kept) > KEPT_BYTES:
+            said += self.changed(len(kept))
+            kept.pop(0)
+        for age in reversed(AGES):  # what has changed is told once, and goes
+            if told := self.changed(age):
+                said += told
+                del kept[-age]
+        del kept[: max(len(kept) + 1 - AGES[-1], 0)]
         return said
+
+    def changed(self, age: int) -> list[str]:
+        """The result of so many calls before, in words, if there is one and its bytes have changed."""
+        if age > len(self.kept) or digest(self.unwrap(self.kept[-age][0])) == self.kept[-age][1]:
+            return []
+        return ["the result of the call before" if age == 1 else f"the result of {age} calls before"]
 
     def _launch(self, header: Mapping[str, Any], positional: list[Any], keywords: dict[str, Any]) -> Any:
         if self.device is not None:

@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -64,7 +65,9 @@ def test_every_problem_fits_an_h200(op: str, shape: str, routing: str) -> None:
     assert total < 139 * GIB
 
 
-def test_a_process_that_fails_is_one_line() -> None:
+def test_a_process_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that sees no GPU."""
+    monkeypatch.setenv(machine.VISIBLE, "")
     build = registry()["wgrad/numpy_reference"]
     case = timing_gpu.case_of("wgrad", "16b", "uniform")
     with pytest.raises(RuntimeError, match=r"^the timing process failed: "):
@@ -204,6 +207,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     fake(monkeypatch)
     monkeypatch.setattr(timing_gpu, "time_on_gpu", _here)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # the figures of a GPU that is there are none of the fake's
     yield
     torch.set_num_threads(threads)
 

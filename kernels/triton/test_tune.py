@@ -1,21 +1,28 @@
-"""The tuner in Triton's interpreter: every way to form a product is tried, and its answer held to the default tile's.
+"""The tuner: every way to form a product is tried, and its answer held to the default tile's.
 
-Not tried: times, products and settings that the interpreter has not, and those that do not fit a device."""
+Not tried: times, products and settings that Triton's interpreter has not, and those that do not fit a device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from mxgate.kernels.gpu import gpu
 from mxgate.kernels.triton import gemm, mixed_input, tune
+
+
+@pytest.fixture(autouse=True)
+def _operands_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.randint
+    if gpu() is None:
+        monkeypatch.setattr(torch, "randint", lambda *args, device, **options: made(*args, **options))
 
 
 @pytest.mark.parametrize(("op", "products"), [("wgrad", ["dequant", "mixed"]), ("forward", ["dequant"])])
 def test_every_product_is_tried(
     op: str, products: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, tile = torch.randint, gemm.Tile(64, 64, 32, 2, 1, 1)
-    monkeypatch.setattr(torch, "randint", lambda *args, device, **options: made(*args, **options))
+    tile = gemm.Tile(64, 64, 32, 2, 1, 1)
     monkeypatch.setattr(tune, "TILES", dict.fromkeys(("dequant", "mixed"), (tile,)))
     monkeypatch.setattr(tune, "milliseconds", lambda call, quick: (call(), 1.0)[1])
     torch.manual_seed(0)
@@ -25,8 +32,7 @@ def test_every_product_is_tried(
 
 
 def test_an_answer_that_is_off_has_no_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    made, tile, right = torch.randint, gemm.Tile(64, 64, 32, 2, 1, 1), mixed_input.wgrad
-    monkeypatch.setattr(torch, "randint", lambda *args, device, **options: made(*args, **options))
+    tile, right = gemm.Tile(64, 64, 32, 2, 1, 1), mixed_input.wgrad
     monkeypatch.setattr(tune, "TILES", {"mixed": (tile,)})
     monkeypatch.setattr(tune, "milliseconds", lambda call, quick: (call(), 1.0)[1])
     monkeypatch.setattr(mixed_input, "wgrad", lambda *of, tile=None: right(*of) * (1 if tile is None else 2))

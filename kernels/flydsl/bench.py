@@ -1,11 +1,10 @@
 """How quick the emulator is on the cases it was built for.
 
-Times are CPU seconds of this process, the best of the runs: a busy machine shows less in them than in wall time.
+Times are those of mxgate.kernels.gfx950.bench.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,9 @@ import numpy as np
 
 from mxgate.kernels import gfx950
 from mxgate.kernels.flydsl import wgrad
-from mxgate.kernels.gfx950.bench import measure
+from mxgate.kernels.gfx950.bench import best, measure
 
 SIZES = tuple(32 * round(32 * (0.5 + i / 7)) for i in range(8))  # ragged, 8,192 tokens together
-REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ QUICK = (Problem("dense fp8 256^3", 256, 256, (256,), (None, None)),)
 
 
 def _time(p: Problem, hazards: bool) -> tuple[tuple[gfx950.RunResult, ...], float]:
-    """The best time of a problem's run, in CPU seconds. The first run compiles and plans, and is not counted."""
+    """What a problem's kernels gave and their best time together, in CPU seconds."""
     rng = np.random.default_rng(0)
     tokens = sum(p.sizes)
     plan = wgrad.launch_plan("shipping", p.n, p.k, tokens, len(p.sizes))
@@ -55,19 +53,14 @@ def _time(p: Problem, hazards: bool) -> tuple[tuple[gfx950.RunResult, ...], floa
         "dw": np.zeros((len(p.sizes), p.n, plan.row_pitch), ml_dtypes.bfloat16),
         **{name: np.zeros(size, np.uint8) for name, size in plan.scratch.items()},
     }
-    times = []
-    for _ in range(1 + REPEATS):
-        start = time.process_time()
-        results = wgrad.emulate(plan, buffers, hazards=hazards)
-        times.append(time.process_time() - start)
-    return results, min(times[1:])
+    return best(lambda: wgrad.emulate(plan, buffers, hazards=hazards))
 
 
 def bench(quick: bool = False) -> Iterator[dict[str, Any]]:
     """A row a case: what, seconds, instructions (of waves) and flops; most: the target in seconds, None without."""
     side = 256 if quick else 1024
     for hazards in (False, True):
-        result, seconds = measure(side, hazards=hazards, repeats=REPEATS)
+        result, seconds = measure(side, hazards=hazards)
         yield _row(f"dense fp8 {side}^3 in 64x64 blocks", hazards, seconds, (result,), None)
     for p in QUICK if quick else PROBLEMS:
         for hazards in (False, True):

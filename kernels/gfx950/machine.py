@@ -197,6 +197,8 @@ class Machine:
             return
         if active is not None:
             address, data = address[active], data[active]
+            if not len(address):
+                return
         if size % 4 == 0 and not union(address) & 3:
             words = self.lds.view(np.uint32)
             for k in range(size // 4):

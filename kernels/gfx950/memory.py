@@ -277,17 +277,16 @@ def _fetch(inst: Instruction, st: Waves, where: Place, size: int) -> Array:
 
 
 def _put(inst: Instruction, st: Waves, where: Place, size: int, words: list[Array]) -> None:
-    """Store `size` bytes a lane from uint32 planes; dword by dword where a limit cuts a lane."""
+    """Store `size` bytes a lane from uint32 planes; dword by dword of the lanes that a limit cuts."""
     ok = None if st.full else st.mask
     if where.offset is not None:
         whole = _both(ok, where.inside(size))
         if whole is not None and size > 4:
             edge = ~whole & where.inside(4)
-            if (edge if ok is None else edge & ok).any():
-                for k, word in enumerate(words):
-                    part = _both(ok, where.inside(4 * (k + 1)))
-                    _store_part(inst, st, where.address + 4 * k, part, 4, [word])
-                return
+            edge = edge if ok is None else edge & ok
+            if edge.any():
+                for k, word in enumerate(words[:-1]):
+                    _store_part(inst, st, where.address + 4 * k, edge & where.inside(4 * (k + 1)), 4, [word])
         ok = whole
     _store_part(inst, st, where.address, ok, size, words)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mxgate.kernels.gfx950 import floats
-from mxgate.kernels.gfx950.state import Array, Get, Layout, Step, Sums, Waves, allowed, vector_source
+from mxgate.kernels.gfx950.state import Array, Get, Layout, Step, Sums, Waves, allowed, constant, vector_source
 from mxgate.kernels.gfx950.text import Instruction, Operand
 
 MODELS = {
@@ -172,9 +172,7 @@ def bind(lay: Layout, inst: Instruction) -> Step:
     dp = planes(d, n)
     cp: tuple[int, ...] | float
     if c.kind == "const":
-        cp = float(c.value)
-        if isinstance(c.value, int) and c.value:
-            cp = float(np.array(c.value & 0xFFFFFFFF, np.uint32).view(np.float32))
+        cp = float(constant(inst, c, "f"))
     else:
         cp = planes(c, n)
         reads += cp
@@ -617,7 +615,7 @@ class Product:
         """One instruction's sums, by the model. The arguments and the answer are _rne's."""
         if self.model == "exact-rne":
             return self._rne(x, y, acc, out, unit, dust, most)
-        _groups_of_16(x, y, acc, out)
+        _groups_of_16(x, y, acc, out, self.ea.span + self.eb.span + 4 <= 53)
         return math.inf
 
     def _grain(self, n: int, r: Rectangle, sa: Array | None, sb: Array | None) -> Grain:
@@ -742,9 +740,10 @@ def _unit(c: Array | float, guess: int) -> int:
 
 
 def _uncertain(s: Array, bound: Array) -> Array:
-    """Whether the float32 nearest to the true value is in doubt, given a float64 sum and a bound on its error."""
+    """Whether the float32 nearest to the true value, or the sign of its zero, is in doubt, given a float64 sum and a
+    bound on its error."""
     bound = bound + np.abs(s) * 2.0**-51
-    return (s - bound).astype(np.float32) != (s + bound).astype(np.float32)
+    return (s - bound).astype(np.float32).view(np.int32) != (s + bound).astype(np.float32).view(np.int32)
 
 
 def _cut(x: Array) -> Array:
@@ -754,10 +753,43 @@ def _cut(x: Array) -> Array:
     return x
 
 
-def _groups_of_16(x: Array, y: Array, acc: Array | float, out: Array) -> None:
-    total: Array | None = None
+def _cut_sum(x: Array, y: Array | float) -> Array:
+    """x + y, exact, toward zero to float32 precision."""
+    s, error = floats.two_sum(x, np.asarray(y, np.float64))
+    # A sum rounded away from zero is one step too large, which matters where the step crosses a float32.
+    s.view(np.int64)[...] -= error * s < 0
+    return _cut(s)
+
+
+def _groups_of_16(x: Array, y: Array, acc: Array | float, out: Array, exact: bool) -> None:
+    """exact: float64 holds any sum of 16 products."""
+    total: Array | float = acc
     for k in range(0, x.shape[2], 16):
-        part = _cut(np.matmul(x[:, :, k : k + 16], y[:, :, k : k + 16].swapaxes(1, 2)))
-        total = _cut(np.add(part, acc if total is None else total, dtype=np.float64))
-    if total is not None:
-        np.copyto(out, total, casting="unsafe")
+        p, q = x[:, :, k : k + 16], y[:, :, k : k + 16]
+        part = np.matmul(p, q.swapaxes(1, 2))
+        if not exact:
+            _toward_zero(part, p, q)
+        total = _cut_sum(_cut(part), total)
+    np.copyto(out, total, casting="unsafe")
+
+
+def _toward_zero(s: Array, x: Array, y: Array) -> None:
+    """Redo sums of products, in place, of which float64 leaves in doubt what they are when cut to float32."""
+    most = np.matmul(np.abs(x), np.abs(y).swapaxes(1, 2))
+    bound = most * (x.shape[2] * 1.01 * 2.0**-53)
+    unsure = _cut(s - bound) != _cut(s + bound)
+    unsure &= ~(most <= _lowest(x)[:, :, None] * _lowest(y)[:, None, :] * 2.0**53) & np.isfinite(s)
+    for w, row, column in np.argwhere(unsure).tolist():
+        terms = (x[w if len(x) > 1 else 0, row] * y[w if len(y) > 1 else 0, column]).tolist()
+        total = math.fsum(terms)
+        rest = math.fsum([*terms, -total])
+        s[w, row, column] = math.nextafter(total, 0) if rest * total < 0 else total
+
+
+def _lowest(x: Array) -> Array:
+    """float64[waves, rows]: a power of two that divides all of a row [waves, rows, k]; infinity of zeros."""
+    fraction, exponent = np.frexp(x)
+    whole = np.where(np.isfinite(x), np.ldexp(fraction, 53), 0).astype(np.int64)
+    low = np.ldexp((whole & -whole).astype(float), exponent - 53)
+    least: Array = np.where(whole == 0, math.inf, low).min(2)
+    return least

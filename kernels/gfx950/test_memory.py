@@ -160,6 +160,16 @@ buffer_store_dwordx4 v[6:9], v2, s[8:11], 0 offen
     assert (y[:256].reshape(64, 4) == [0xFFFFFF80, 0x81, 0xFFFF9081, 0x90810007]).all()
 
 
+@pytest.mark.parametrize("form", ["b8", "b16", "b8_d16_hi", "b32", "b128"])
+def test_lds_writes_of_no_lane(form: str) -> None:
+    """EXEC is empty, or every lane lies outside."""
+    data = "v[4:7]" if form == "b128" else "v4"
+    for begin, kinds in (("s_mov_b64 exec, 0", []), ("v_add_u32_e32 v1, 0x800, v1", ["lds-out-of-bounds"])):
+        fill = "\n".join(f"v_mov_b32_e32 v{k}, 0" for k in range(4, 8))
+        r, _, _ = launch(f"{fill}\n{begin}\nds_write_{form} v1, {data}\ns_waitcnt lgkmcnt(0)", lds=2048)
+        assert [f.kind for f in r.findings] == kinds
+
+
 def test_permutes() -> None:
     body = """
 v_xor_b32_e32 v4, 68, v1
@@ -199,6 +209,18 @@ def test_transposed_reads_keep_their_rule(bits: int) -> None:
                 element = data >> (bits * (16 * row + c)) & ((1 << bits) - 1)
                 want |= element << bits * row
             assert int.from_bytes(got[0, 16 * block + c].tobytes(), "little") == want
+
+
+def test_a_lane_that_a_limit_cuts_changes_nothing_for_the_others() -> None:
+    """Lane 0 ends past the allocation of 4,096 bytes and so stores nothing, whether or not num_records cuts lane 1."""
+    ones = "\n".join(f"v_mov_b32_e32 v{k}, 1" for k in range(4, 8))
+    body = (
+        "v_lshlrev_b32_e32 v2, 4, v0\ns_mov_b64 exec, {}\nbuffer_store_dwordx4 v[4:7], v2, s[8:11], 0 offen offset:4088"
+    )
+    for lanes in (1, 3):
+        r, _, y = launch(f"{ones}\n{body.format(lanes)}", n=4096 + 16)
+        assert [f.kind for f in r.findings] == ["store-out-of-bounds"]
+        assert not y.any()
 
 
 # ------------------------------------------------------------------------------------- atomics and scratch

@@ -484,26 +484,61 @@ def cut(x: Fraction) -> Fraction:
     return (a // unit) * unit * (1 if x > 0 else -1)
 
 
-def test_cdna3_like_model() -> None:
+@pytest.mark.parametrize(
+    ("fmt", "low", "high"), [("fp8", 124, 130), ("fp8", 80, 170), ("bf8", 127, 128), ("bf8", 90, 160)]
+)
+def test_cdna3_like_model(fmt: str, low: int, high: int) -> None:
+    """Scales so far apart, and formats so wide, that float64 holds neither the sums of 16 nor those with C."""
     rng = np.random.default_rng(9)
-    a, b, sa, sb = case(16, "fp8", "fp8", rng, 124, 130)
+    a, b, sa, sb = case(16, fmt, fmt, rng, low, high)
+    few = np.flatnonzero(rng.random(128) < 0.9)
+    a[8:, few] = 0
     st = fresh()
-    st.registers[0:8, 0], st.registers[8:16, 0] = pack(a, 16, "fp8"), pack(b, 16, "fp8")
+    st.registers[0:8, 0], st.registers[8:16, 0] = pack(a, 16, fmt), pack(b, 16, fmt)
     st.registers[16, 0], st.registers[17, 0] = scale_words(sa, 16, 0, rng), scale_words(sb, 16, 0, rng)
     c = rng.standard_normal((16, 16)).astype(np.float32)
     set_result(st, 16, 32, c)
-    execute(["v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], v[32:35], v16, v17"], st, "cdna3-like")
-    got, t, differs = result(st, 16, 32), code_values("fp8"), 0
+    line = "v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], v[32:35], v16, v17"
+    execute([f"{line} cbsz:{CODES[fmt]} blgp:{CODES[fmt]}"], st, "cdna3-like")
+    got, t, differs = result(st, 16, 32), code_values(fmt), 0
     for i, j in product(range(16), range(16)):
         acc = Fraction(float(c[i, j]))
         for k in range(0, 128, 16):
             p = Fraction(2) ** (int(sa[i, k // 32]) + int(sb[j, k // 32]) - 254)
-            acc = cut(
-                acc + cut(p * sum(Fraction(t[int(a[i, e])]) * Fraction(t[int(b[j, e])]) for e in range(k, k + 16)))
-            )
-        assert Fraction(float(got[i, j])) == acc
-        differs += float(got[i, j]) != dot(a[i], b[j], sa[i], sb[j], "fp8", "fp8", float(c[i, j]))
+            products = (Fraction(t[int(a[i, e])]) * Fraction(t[int(b[j, e])]) for e in range(k, k + 16))
+            acc = cut(acc + cut(p * sum(products, Fraction(0))))
+        assert Fraction(float(got[i, j])) == acc, (i, j)
+        differs += float(got[i, j]) != dot(a[i], b[j], sa[i], sb[j], fmt, fmt, float(c[i, j]))
     assert differs, "the two models must be told apart by this data"
+
+
+def test_one_less_a_hair_is_cut_below_one() -> None:
+    st = fresh()
+    st.registers[0, 0, 0], st.registers[8, 0, 0] = 0x38, 0xB8
+    st.registers[16:18, 0] = 87  # -2**-80
+    line = "v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], 1.0, v16, v17"
+    execute([line], st, "cdna3-like")
+    assert result(st, 16, 32)[0, :2].tolist() == [1 - 2.0**-24, 1]
+
+
+def test_an_inline_accumulator_is_a_float32() -> None:
+    """1 / 2 pi is the only inline float that is rounded."""
+    st = fresh()
+    st.registers[0, 0, 0], st.registers[8, 0, 0] = 0x38, 0xA2  # -5 / 32, so that the sum has more bits than C
+    execute(["v_mfma_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], 0.15915494"], st)
+    c = np.uint32(0x3E22F983).view(np.float32)
+    assert result(st, 16, 32)[:2, 0].tolist() == [float(c) - 5 / 32, c]
+
+
+def test_a_sum_too_small_for_float32_keeps_its_sign() -> None:
+    """2**-140 - 2**-140 - 2**-200: float64 loses what decides, and what else runs beside it must not matter."""
+    st = fresh()
+    st.registers[0, 0, 0], st.registers[8, 0, 0] = 0x3838, 0xB838
+    st.registers[0, 0, 32], st.registers[8, 0, 32] = 0x38, 0xB8
+    st.registers[16:18, 0] = 57
+    st.registers[16:18, 0, 16:32] = 27
+    execute(["v_mfma_scale_f32_16x16x128_f8f6f4 v[32:35], v[0:7], v[8:15], 0, v16, v17"], st)
+    assert result(st, 16, 32)[0, :2].view(np.uint32).tolist() == [0x80000000, 0]
 
 
 def test_a_batch_equals_one_at_a_time() -> None:

@@ -45,8 +45,8 @@ from mxgate.conformance.poison import COPIED, POISONS, STALE
 from mxgate.conformance.recorded import planes as recorded
 from mxgate.kernels.build import OPS
 from mxgate.oracle import Answer
-from mxgate.oracle.formats import E8M0, FORMATS, SCALE_BIAS, SCALE_NAN, U8, decode_table, random_bits
-from mxgate.oracle.quantize import BLOCK, MXArray, quantize
+from mxgate.oracle.formats import BLOCK, E8M0, FORMATS, SCALE_BIAS, SCALE_NAN, U8, decode_table, random_bits
+from mxgate.oracle.quantize import MXArray, quantize
 
 I64 = NDArray[np.int64]
 F32 = NDArray[np.float32]

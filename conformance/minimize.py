@@ -22,7 +22,7 @@ from mxgate.conformance.poison import STALE
 from mxgate.conformance.runner import Runner
 from mxgate.conformance.verdict import Outcome
 from mxgate.kernels.build import OPS, Build
-from mxgate.oracle.quantize import BLOCK
+from mxgate.oracle.formats import BLOCK
 
 Array = NDArray[Any]
 Say = Callable[[int, str], None]

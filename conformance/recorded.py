@@ -23,9 +23,9 @@ from mxgate.conformance.case import EXACT, Case
 from mxgate.fixtures import store
 from mxgate.fixtures.store import StoreError, show
 from mxgate.kernels.build import OPS
-from mxgate.oracle.formats import E8M0, FORMATS
+from mxgate.oracle.formats import BLOCK, E8M0, FORMATS
 from mxgate.oracle.groups import check_offsets
-from mxgate.oracle.quantize import BLOCK, quantize
+from mxgate.oracle.quantize import quantize
 
 Planes = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 _HIGH = ("bfloat16", "float16", "float32")

@@ -18,10 +18,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-F64 = NDArray[np.float64]
+from .formats import BLOCK, F64
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-BLOCK = 32  # products under one pair of scales
 OUT_DTYPES = (BFLOAT16, np.dtype(np.float16), np.dtype(np.float32))
 
 # Rounding errors to nearest behave like independent ones of mean zero, so r of them reach LAMBDA sqrt(r) units
@@ -33,7 +32,7 @@ LAMBDA = 9.25
 # Where float32 stops being a relative format. With gradual underflow a product, or a partial sum that a block
 # scale is applied to, is off by at most 2^-150; additions are exact down there. Hardware that flushes to zero
 # is not covered.
-_UNDERFLOW = 2.0**-149
+UNDERFLOW = 2.0**-149
 # A float32 sum whose magnitude reaches this may overflow half-way in one order and not in another.
 _OVERFLOW = 2.0**128
 
@@ -155,7 +154,7 @@ def interval(value: F64, magnitude: F64, terms: NDArray[Any], name: str, out_dty
         once = round_to(value, out_dtype).astype(np.float64)
         return once, once
     n = np.asarray(terms, np.float64)
-    reach = row.coefficient(terms) * magnitude + n * _UNDERFLOW * (magnitude > 0)
+    reach = row.coefficient(terms) * magnitude + n * UNDERFLOW * (magnitude > 0)
     # Each of the operations on the way to an end is off by half an ulp of float64 at most; c and value too.
     reach = np.nextafter(reach * (1 + 2.0**-48), np.inf)
     finite = np.isfinite(value)

@@ -28,14 +28,13 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from .formats import SCALE_BIAS, SCALE_NAN, decode_table
+from .formats import BLOCK, SCALE_BIAS, SCALE_NAN, decode_table
 
 F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 U8 = NDArray[np.uint8]
 Mask = NDArray[np.bool_]
 
-BLOCK = 32
 EXACT = 2.0**53  # float64 holds every integer up to here
 DIGIT = 21  # bits of a digit; 2 * 21 + 11 = 53
 DIGIT_LENGTH = 2048  # products that two such digits may be summed over: 2^11

@@ -22,6 +22,7 @@ U8 = NDArray[np.uint8]
 F64 = NDArray[np.float64]
 
 ROUNDINGS = ("even", "away", "stochastic")
+BLOCK = 32  # elements under one scale
 
 
 @dataclass(frozen=True)

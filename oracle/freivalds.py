@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import exact as exact_sums
+from .bound import UNDERFLOW, interval, output_dtype, outside
 from .bound import accumulator as accumulator_row
-from .bound import interval, output_dtype, outside
-from .exact import BLOCK, EXACT, F64, Mask, Operand
-from .formats import FORMATS, SCALE_NAN
+from .exact import EXACT, F64, Mask, Operand
+from .formats import BLOCK, FORMATS, SCALE_NAN
 from .gemm import problem
 from .groups import Offsets, spans
 from .quantize import MXArray
@@ -38,7 +38,6 @@ SAMPLED = 8  # rows of a group that are always computed exactly
 VECTORS = {False: 4, True: 32}
 SHOWN = 20
 CHUNK = 1 << 28  # bytes of decoded operands at a time
-UNDERFLOW = 2.0**-149
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import bound
-from .exact import BLOCK, F64, Operand, Pool, product
+from .exact import F64, Operand, Pool, product
+from .formats import BLOCK
 from .groups import Offsets, check_offsets, spans
 from .quantize import MXArray
 
 # Scratch memory follows the operands' size: operands + scratch + output stays below three operands + output.
 WORK = (1 << 25, 1 << 31)
-
-Rows = tuple[slice, Operand, Operand]
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,11 @@ class Problem:
                 yield self.group(expert)
 
 
-def _operand(mx: MXArray, expert: int | None = None, turned: bool = False, rows: Any = None) -> Operand:
-    """One matrix of an MXArray with the contraction last: an expert's (`turned`: contracted along its first axis).
+def _operand(
+    mx: MXArray, expert: int | None = None, turned: bool = False, rows: tuple[int, int] | None = None
+) -> Operand:
+    """One matrix of an MXArray with the contraction last: an expert's (`turned`: contracted along its first axis), or
+    `rows` (start, stop) of one that all experts share.
 
     A 32x32 block's scale is repeated for each of its 32 rows.
     """

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .formats import (
+    BLOCK,
     E8M0,
     INPUT_DTYPES,
     SCALE_BIAS,
@@ -33,7 +34,6 @@ from .formats import (
 )
 from .scales import INFINITY_BITS, NAN_BITS, Profile, block_bytes, profile_for
 
-BLOCK = 32
 OUTPUT_DTYPES = (np.dtype(np.float64), *INPUT_DTYPES)
 Axis = int | tuple[int, int]
 
@@ -69,7 +69,7 @@ class MXArray:
         object.__setattr__(self, "axis", axes[0] if len(axes) == 1 else axes)
         expected = list(self.elements.shape)
         for axis in axes:
-            check_multiple(self.elements.shape, axis)
+            _check_multiple(self.elements.shape, axis)
             expected[axis] //= BLOCK
         if self.scales.shape != tuple(expected):
             raise ValueError(
@@ -94,10 +94,11 @@ class MXArray:
         return self.scales.view(np.uint8)
 
 
-def check_multiple(shape: tuple[int, ...], axis: int) -> None:
+def _check_multiple(shape: tuple[int, ...], axis: int, otherwise: str = "") -> None:
+    """ValueError unless 32 divides the axis. otherwise: what else would do, as its message ends."""
     if shape[axis] % BLOCK:
         raise ValueError(
-            f"axis {axis} of shape {shape} has length {shape[axis]}; expected a multiple of {BLOCK} (or pad=True)"
+            f"axis {axis} of shape {shape} has length {shape[axis]}; expected a multiple of {BLOCK}{otherwise}"
         )
 
 
@@ -328,7 +329,7 @@ def quantize(
     axes = block_axes(x.ndim, axis, block)
     if not pad:
         for one in axes:
-            check_multiple(x.shape, one)
+            _check_multiple(x.shape, one, ", or pad=True")
     given = x.shape
     x = _padded(x, axes)
     precision = 8 if x.dtype.itemsize == 2 and x.dtype != np.float16 else 24

@@ -57,7 +57,8 @@ def _top_mantissa(row: Format) -> int:
 
 
 # floor is OCP MX v1.0 section 6.3. even rounds the maximum to the element's mantissa first; rceil takes the
-# smallest scale that leaves nothing to saturate; r175 is rceil's threshold, met instead of exceeded.
+# smallest scale that leaves nothing to saturate; r175 goes one up from 1.75 on, whatever the format (of e4m3fn from its
+# largest value on, where rceil goes up beyond it).
 SCALE_RULES: Mapping[str, Rule] = MappingProxyType(
     {"floor": _floor, "ceil": _ceil, "even": _even, "rceil": _rceil, "r175": _r175}
 )

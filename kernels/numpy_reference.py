@@ -91,8 +91,9 @@ def quantize(x: Array, axis: int, *, format: str = "e4m3fn") -> tuple[Array, Arr
     """Blocks of 32 along `axis` under the profile `ocp`: (elements of x's shape, scales with x.shape[axis] / 32).
 
     x: float32, bfloat16 or float16. The shared exponent is that of the block's maximum less emax, elements are rounded
-    to nearest even and saturate; a block with a NaN or an infinity is NaN throughout. Floating-point arithmetic
-    (frexp, ldexp, rint: all exact in float64), where the oracle uses integers.
+    to nearest even and saturate; a block with a NaN or an infinity is NaN throughout, by its scale alone (elements +0)
+    where the format has no NaN. ValueError where 32 does not divide the axis. Floating-point arithmetic (frexp, ldexp,
+    rint: all exact in float64), where the oracle uses integers.
     """
     row = FORMATS[format]
     if x.shape[axis] % BLOCK:
@@ -111,7 +112,7 @@ def quantize(x: Array, axis: int, *, format: str = "e4m3fn") -> tuple[Array, Arr
     step = np.maximum(exponent - 1, 1 - row.bias) - row.mantissa_bits  # log2 of the distance between neighbours
     value = np.clip(np.ldexp(np.rint(np.ldexp(value, -step)), step), -row.max_finite, row.max_finite)
     elements = value.astype(row.dtype)  # every value is one of the format's: the cast has nothing left to round
-    elements.view(np.uint8)[~finite] = row.nan_code  # one NaN code, whatever the cast made of the sign
+    elements.view(np.uint8)[~finite] = row.nan_code or 0  # one code, whatever the cast made of the sign
 
     elements = np.moveaxis(elements.reshape(np.moveaxis(x, axis, -1).shape), -1, axis)
     scales = np.moveaxis(byte.astype(np.uint8), -1, axis)

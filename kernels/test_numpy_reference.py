@@ -15,7 +15,7 @@ import pytest
 from mxgate import oracle
 from mxgate.kernels import numpy_reference as reference
 from mxgate.oracle.bound import outside, round_to
-from mxgate.oracle.formats import decode, format_of, scale_value
+from mxgate.oracle.formats import FORMATS, decode, format_of, scale_value
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -142,7 +142,7 @@ def test_narrowing_keeps_nan_and_overflows_to_infinity() -> None:
     assert np.isfinite(got[5]) and got[6] == np.inf
 
 
-@pytest.mark.parametrize("format", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+@pytest.mark.parametrize("format", list(FORMATS))
 def test_quantize_agrees_with_the_oracle_on_every_bfloat16(format: str) -> None:
     """All 65,536 patterns, in order (neighbours share a block) and shuffled, along both axes, and float32 noise."""
     rng = np.random.default_rng(2)

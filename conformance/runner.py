@@ -197,8 +197,7 @@ class Runner:
     def _launch(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> tuple[Launch, ...]:
         """Every launch of the plan, up to the one in which the build took its process down."""
         done: dict[str, Launch] = {}
-        processes = list(dict.fromkeys(spec.process for spec in plan))
-        for process in processes:
+        for process in dict.fromkeys(spec.process for spec in plan):
             specs = [spec for spec in plan if spec.process == process]
             try:
                 child = self._pool.borrow(build, fresh=process != 0)
@@ -212,12 +211,12 @@ class Runner:
                     for name in (*(operands.extra or {}), *(["out_dtype"] if typed else [])):
                         if name not in child.keywords:
                             raise _Declined(f"takes no {name}")
-                    done[spec.label] = child.launch(context.case, spec, operands)
+                    last = done[spec.label] = child.launch(context.case, spec, operands)
                     if not child.alive:
                         break
             finally:
                 self._pool.give_back(child, keep=process == 0)
-            if not child.alive and done[specs[-1].label if specs[-1].label in done else list(done)[-1]].error:
+            if not child.alive and last.error:
                 break
         return tuple(done[spec.label] for spec in plan if spec.label in done)
 
@@ -241,17 +240,20 @@ class Runner:
         return Evidence(build, other.case, operands, other.answer(build, variant), plan, found)
 
     def _ancestor(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> Launch | None:
+        """The launch of what a build replaces, once a case; None where that is not known, does not take the case (by
+        its record or for want of a keyword), or has no output that stands."""
         if build.replaces is None:
             return None
         with context.lock:
             if build.replaces not in context.ancestors:
+                context.ancestors[build.replaces] = None
                 older = registry().get(build.replaces)
-                known = older is not None and older.declines(context.case) is None
-                spec = LaunchSpec("ancestor", variant=plan[0].variant)
-                launches = self._launch(older, context, [spec]) if older is not None and known else ()
-                if older is not None and launches and not self._stands(older, context, spec, launches):
-                    launches = ()
-                context.ancestors[build.replaces] = launches[0] if launches else None
+                if older is not None and older.declines(context.case) is None:
+                    spec = LaunchSpec("ancestor", variant=plan[0].variant)
+                    with contextlib.suppress(_Declined):
+                        launches = self._launch(older, context, [spec])
+                        if self._stands(older, context, spec, launches):
+                            context.ancestors[build.replaces] = launches[0]
             return context.ancestors[build.replaces]
 
     def _stands(self, build: Build, context: _Context, spec: LaunchSpec, launches: tuple[Launch, ...]) -> bool:

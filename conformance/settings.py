@@ -11,9 +11,10 @@ from mxgate.conformance.version import code_version
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run. shard: (i, n), 1 <= i <= n. gates: those that may reject; fewer than all is never an Accept.
+    """How to run. tier: "smoke", "full" or "production". shard: (i, n), 1 <= i <= n, the part of the pairs that is run.
 
-    jobs: children at work at a time on a machine; None for one a core.
+    jobs: children at work at a time on a machine; None for one a core. limits: of a child. gates: those that may
+    reject; fewer than all is never an Accept. fresh: run again what has a result already.
     """
 
     tier: str = "smoke"

@@ -122,10 +122,7 @@ def judge(
     if results and not ran:
         return Verdict(build, "skip", {}, results[0].skipped or "")
     gates = {
-        gate: worst(o for r in ran if (o := r.gates.get(gate, Outcome.SILENT)) is not Outcome.SILENT)
-        if any(r.gates.get(gate, Outcome.SILENT) is not Outcome.SILENT for r in ran)
-        else Outcome.SILENT
-        for gate in GATES
+        gate: worst((Outcome.SILENT, *(result.gates.get(gate, Outcome.SILENT) for result in ran))) for gate in GATES
     }
     needed = MANDATORY[op] + (("lineage",) if replaces else ()) + (("graph",) if captured else ())
     rejected = [g for g in GATES if gates[g] is Outcome.REJECT]

@@ -60,7 +60,7 @@ OPS: Mapping[str, Op] = MappingProxyType(
 GEMMS = tuple(op.name for op in OPS.values() if op.contraction)
 
 
-BLOCK = 32  # tokens under one scale: what every wgrad group is a multiple of
+BLOCK = 32  # elements under one scale: what every contraction, and every wgrad group, is a multiple of
 HIP = "libamdhip64.so.7"  # the runtime of AMD's GPUs
 EMULATE = "MXGATE_EMULATE"  # in the environment: 1 keeps emulated builds off a GPU that is there
 TERMS = "mxgate.toml"  # beside an outside build: what it says of itself (mxgate.kernels.declared)

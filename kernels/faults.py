@@ -23,8 +23,7 @@ from mxgate.kernels import numpy_reference as reference
 from mxgate.kernels import numpy_windowed as windowed
 from mxgate.kernels import parts as p
 from mxgate.kernels import variants
-from mxgate.kernels.build import Build
-from mxgate.kernels.numpy_reference import BLOCK
+from mxgate.kernels.build import BLOCK, Build
 from mxgate.kernels.parts import F64, I64, U8, Array, Call, Kernel, Parts, Piece, QuantizeParts, Span
 from mxgate.oracle.formats import FORMATS, Format, decode_table, scale_table
 

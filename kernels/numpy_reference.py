@@ -13,14 +13,13 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mxgate.kernels.build import Build
+from mxgate.kernels.build import BLOCK, Build
 from mxgate.oracle import groups
 from mxgate.oracle.formats import FORMATS, decode, format_of, scale_value
 
 Array = NDArray[Any]
 F64 = NDArray[np.float64]
 
-BLOCK = 32
 # Tokens dequantized at a time: 4096 columns of both operands stay in cache and the peak memory small.
 CHUNK = 4096
 

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from mxgate.kernels.build import Build
-from mxgate.kernels.numpy_reference import BLOCK, matmul, output, real, spans
+from mxgate.kernels.build import BLOCK, Build
+from mxgate.kernels.numpy_reference import matmul, output, real, spans
 
 Array = NDArray[Any]
 F32 = NDArray[np.float32]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mxgate.kernels import numpy_reference as reference
-from mxgate.kernels.numpy_reference import BLOCK
+from mxgate.kernels.build import BLOCK
 from mxgate.oracle.formats import FORMATS, Format, decode, format_of, scale_value
 
 Array = NDArray[Any]

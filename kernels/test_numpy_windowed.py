@@ -13,7 +13,7 @@ import pytest
 
 from mxgate.kernels import numpy_reference as reference
 from mxgate.kernels import numpy_windowed as windowed
-from mxgate.kernels.numpy_reference import BLOCK
+from mxgate.kernels.build import BLOCK
 from mxgate.kernels.numpy_windowed import STEP
 
 BOUNDARIES = range(0, 1056, 32)

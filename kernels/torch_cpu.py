@@ -13,14 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mxgate.kernels.build import GEMMS, Build
+from mxgate.kernels.build import BLOCK, GEMMS, Build
 from mxgate.oracle import groups
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-BLOCK = 32
 
 
 def _scale_exponents(scales: Tensor) -> Tensor:

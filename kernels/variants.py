@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from mxgate.kernels import parts as p
-from mxgate.kernels.build import GEMMS, Build
-from mxgate.kernels.numpy_reference import BLOCK
+from mxgate.kernels.build import BLOCK, GEMMS, Build
 from mxgate.kernels.parts import F64, Array, Call, Kernel, Parts, kernel
 
 F32 = NDArray[np.float32]

@@ -240,14 +240,12 @@ class Judge:
         why = unloadable(self._plan.builds, self._plan.settings.limits)
         return replace(place(self._name, self._plan), unloadable=why)
 
-    def examine(self, build: Build, case: Case) -> tuple[CaseResult, bool]:
-        """The result, and whether the build hung. The driver counts that, for all nodes together."""
-        from mxgate.conformance.runner import hung
-
+    def examine(self, build: Build, case: Case) -> CaseResult:
+        """The result. The driver counts hangs, for all nodes together."""
         self._runner.count_hangs({})
         # On the runner's own threads, which last as long as its children are to.
-        ((_, (result, evidence)),) = self._runner.each(lambda pair: self._runner.examine(*pair), [(build, case)])
-        return result, evidence is not None and hung(evidence.launches)
+        ((_, result),) = self._runner.each(lambda pair: self._runner.examine(*pair)[0], [(build, case)])
+        return result
 
 
 def _go_with(raylet: int) -> None:
@@ -436,8 +434,8 @@ def _take(driver: _Driver, call: Any) -> None:
     if pair is None:
         _admit(driver, node, answer)
         return
-    result, hung = answer
-    driver.hangs[pair[0].id] += hung
+    result: CaseResult = answer
+    driver.hangs[result.build] += result.hung
     driver.channel.send(result)
 
 

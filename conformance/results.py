@@ -47,6 +47,7 @@ def to_line(result: CaseResult, stamp: str) -> str:
         "skipped": result.skipped,
         "device": result.device,
         "machine": result.machine,
+        "hung": result.hung,
     }
     return json.dumps(_plain(record), allow_nan=False)
 
@@ -59,6 +60,7 @@ _RECORD: _Types = {
     "findings": (list,),
     "seconds": (int, float),
     "skipped": (str, type(None)),
+    "hung": (bool,),
 }
 _FINDING: _Types = {
     **dict.fromkeys(("gate", "what"), (str,)),
@@ -107,8 +109,8 @@ def from_line(line: str | bytes) -> tuple[Key, CaseResult]:
         Finding(f["gate"], f["what"], tuple(f["where"]), f["count"], f["detail"], f["inconclusive"])
         for f in record["findings"]
     )
-    seconds, skipped, device, where = (record[name] for name in ("seconds", "skipped", "device", "machine"))
-    result = CaseResult(build, fingerprint, case, outcomes, findings, float(seconds), skipped, device, where)
+    rest = (record[name] for name in ("skipped", "device", "machine", "hung"))
+    result = CaseResult(build, fingerprint, case, outcomes, findings, float(record["seconds"]), *rest)
     return (build, fingerprint, case, stamp), result
 
 

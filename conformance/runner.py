@@ -130,12 +130,17 @@ class Runner:
         compared = build.replaces is not None and (older is None or case_module.asked(case, older, self.settings.tier))
 
         def result(
-            outcomes: Mapping[str, Outcome], findings: tuple[Finding, ...], skip: str | None = None
+            outcomes: Mapping[str, Outcome],
+            findings: tuple[Finding, ...],
+            skip: str | None = None,
+            launches: Sequence[Launch] = (),
         ) -> CaseResult:
             seconds, device = time.monotonic() - began, machine.device_of(build)
             gpu = self._pool.gpu if is_gpu(build.device) else None
             where = self._name if gpu is None else f"{self._name} GPU {gpu}"
-            return CaseResult(build.id, fingerprint, case.id, outcomes, findings, seconds, skip, device, where)
+            return CaseResult(
+                build.id, fingerprint, case.id, outcomes, findings, seconds, skip, device, where, _hung(launches)
+            )
 
         if (reason := build.declines(case)) is not None:
             return result({}, (), reason), None
@@ -150,7 +155,7 @@ class Runner:
             launches = self._launch(build, context, plan)
         except _Declined as declined:
             return result({}, (), str(declined)), None
-        self._hangs[build.id] += hung(launches)
+        self._hangs[build.id] += _hung(launches)
         evidence = Evidence(
             build,
             case,
@@ -166,10 +171,11 @@ class Runner:
             outcomes, findings = gates.run_gates(evidence)
         except Exception as error:  # a judge that fails costs its case and is no pass; the others go on
             what = f"a gate failed to judge this: {type(error).__name__}: {error}"
-            return result({"contract": Outcome.INCONCLUSIVE}, (Finding("contract", what, inconclusive=True),)), evidence
+            unsure = (Finding("contract", what, inconclusive=True),)
+            return result({"contract": Outcome.INCONCLUSIVE}, unsure, launches=launches), evidence
         only = self.settings.gates
         outcomes = {gate: outcome for gate, outcome in outcomes.items() if gate in only}
-        return result(outcomes, tuple(f for f in findings if f.gate in only)), evidence
+        return result(outcomes, tuple(f for f in findings if f.gate in only), launches=launches), evidence
 
     def each(self, work: Callable[[Item], Found], items: Iterable[Item]) -> Iterator[tuple[Item, Found]]:
         """work(item) on `jobs` threads, yielding each as it is done. An exception in one ends them all."""
@@ -277,16 +283,14 @@ class Runner:
             return self._contexts[case.id]
 
 
-def hung(launches: Iterable[Launch]) -> bool:
+def _hung(launches: Iterable[Launch]) -> bool:
     """Whether one of a case's launches ran into the time limit."""
     return any(launch.error is not None and launch.error.startswith(NO_ANSWER) for launch in launches)
 
 
 def hangs(results: Iterable[CaseResult]) -> Counter[str]:
-    """On how many cases each build hung, by what the contract gate says."""
-    return Counter(
-        r.build for r in results if any(f.gate == "contract" and f.what.startswith(NO_ANSWER) for f in r.findings)
-    )
+    """On how many cases each build hung."""
+    return Counter(result.build for result in results if result.hung)
 
 
 def not_run(build: Build, case: Case, fingerprint: str, why: str) -> CaseResult:

@@ -28,6 +28,8 @@ def test_lines_come_back_as_they_went() -> None:
     assert "\n" not in to_line(_result(), "stamp")
     skipped = _result(gates={}, findings=(), skipped="takes no bias")
     assert from_line(to_line(skipped, "s"))[1] == skipped
+    hung = _result(findings=(), hung=True)
+    assert from_line(to_line(hung, "s"))[1] == hung
 
 
 def _record(**changes: Any) -> bytes:

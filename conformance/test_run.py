@@ -191,8 +191,7 @@ def test_a_build_that_hangs_is_given_up_after_two_cases(say: Say, source: Path) 
 
 
 def test_what_goes_on_after_a_hang_says_what_an_unbroken_run_says(say: Say, source: Path) -> None:
-    """Cases that were given up are not kept, so that one of them alone can still be run. Not caught here: a run that
-    asks for other gates than contract, whose results do not say what hung."""
+    """Cases that were given up are not kept, so that one of them alone can still be run."""
     names = ("ramp1.5/exact-sum", "ramp1.5/signature", "skew2/exact-sum", "ramp1.5/normal")
     words = ["run", "--op", "wgrad", "--build", f"{source}:hang", "--time-limit", "0.5", "--jobs", "1"]
     chosen = [*words, *(word for name in names for word in ("--case", f"wgrad/64x96/{name}"))]
@@ -210,6 +209,17 @@ def test_what_goes_on_after_a_hang_says_what_an_unbroken_run_says(say: Say, sour
     assert said.partition("\n\n1 rejected")[0] == verdict and "3 results in " in said
     _, said, _ = say(*words, "--case", f"wgrad/64x96/{names[-1]}")
     assert "contract on 1 of 1 cases" in said
+
+
+def test_hangs_count_whatever_gates_are_asked_for(say: Say, source: Path) -> None:
+    """No finding of the gate `exact` speaks of time, and a run that goes on waits for no more hangs all the same."""
+    names = ("ramp1.5/exact-sum", "ramp1.5/signature", "skew2/exact-sum")
+    words = ["run", "--op", "wgrad", "--build", f"{source}:hang", "--time-limit", "0.5", "--jobs", "1"]
+    chosen = [*words, "--gate", "exact", *(word for name in names for word in ("--case", f"wgrad/64x96/{name}"))]
+    assert "3 results in " in say(*chosen)[1]
+    kept = _lines(Path(".mxgate/results.jsonl"))
+    assert [line["hung"] for line in kept] == [True, True]
+    assert "0 results in 0.0 s, 3 kept from before" in say(*chosen)[1]
 
 
 def test_registered_builds_and_lineage(say: Say) -> None:

@@ -59,7 +59,7 @@ class CaseResult:
     """One build on one case: a line of the JSONL. skipped: the reason, when the build declined the case.
 
     device: what it ran on, as a certificate names it. machine: whose that is, with the number of its GPU if it has
-    several.
+    several. hung: whether a launch ran into the time limit, whatever gates were asked for.
     """
 
     build: str
@@ -71,6 +71,7 @@ class CaseResult:
     skipped: str | None = None
     device: str = ""
     machine: str = ""
+    hung: bool = False
 
     @property
     def outcome(self) -> Outcome:

@@ -188,7 +188,7 @@ def draw_matrix(rng: random.Random, main: str, formats: tuple[str, ...], flows: 
         return rng.choice([DATA, DATA + 16, DATA + 32, DATA + 8, SUMS, SUMS + 16])
 
     d = accumulator()
-    c = rng.choice([d, d, d, accumulator(), 0.0, *INLINE])
+    c = rng.choice([d, d, d, *(accumulator() for _ in range(3)), *INLINE])
     a, b = rng.choice(A_AT), rng.choice(B_AT)
     if flows and rng.random() < 0.2:  # a result as operand
         a = SUMS + 4 * rng.randrange(6)

@@ -284,10 +284,10 @@ def block_bytes(maximum_bits: NDArray[Any], profile: Profile, row: Format, preci
 
 def _subnormal_quotient(bits: I64, rule: str, row: Format) -> I64:
     """fl32(maximum / divisor) in steps of 2^-149, nearest even; meant for exponent fields up to emax."""
-    divisor = int(2**row.emax if rule == "floor" else row.max_finite)
+    divisor = int(2 * (2**row.emax if rule == "floor" else row.max_finite))  # twice it, for e2m3's largest is 7.5
     exponent = (bits >> 23).clip(0, row.emax + 1)
     significand = (bits & 0x7FFFFF) | np.where(exponent > 0, 1 << 23, 0)
-    steps, rest = np.divmod(significand << (exponent - 1).clip(0), divisor)
+    steps, rest = np.divmod(significand << 1 + (exponent - 1).clip(0), divisor)
     up: I64 = (2 * rest > divisor) | ((2 * rest == divisor) & (steps & 1 == 1))
     return np.asarray(steps + up, np.int64)
 

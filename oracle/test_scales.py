@@ -300,6 +300,22 @@ def test_one_ulp_above_448_times_2_to_the_minus_127() -> None:
             assert block_bytes(bits, PROFILES[profile], FORMATS[name]).tolist() == [0, 0, 1]
 
 
+@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("rule", ["floor", "rceil"])
+def test_a_quotient_below_the_normal_numbers_is_float32s(rule: str, name: str) -> None:
+    """Against a float32 division by NumPy, for a profile of one's own on any format: e2m3's largest is no integer."""
+    row = FORMATS[name]
+    profile = dataclasses.replace(PROFILES["te"], rule=rule, formats=(name,))
+    mantissa = np.concatenate([np.arange(0, 1 << 23, 4099), (1 << 23) - 1 - np.arange(3), 0x600000 + np.arange(-2, 3)])
+    bits = ((np.arange(row.emax + 3) << 23)[:, None] | mantissa).reshape(-1)[1:].astype(np.uint32)
+    divisor = np.float32(2.0**row.emax if rule == "floor" else row.max_finite)
+    quotient = (bits.view(np.float32) / divisor).view(np.uint32).astype(np.int64)
+    exponent, rest = quotient >> 23, quotient & 0x7FFFFF
+    up = np.where(exponent == 0, rest > 1 << 22, rest > 0)
+    want = exponent if rule == "floor" else exponent + up
+    assert (block_bytes(bits, profile, row) == want).all()
+
+
 def test_unknown_and_unmeasured_profiles_are_refused() -> None:
     with pytest.raises(ValueError, match=r"unknown profile 'mx'; expected one of ocp, torchao-floor"):
         profile_for("mx", FORMATS["e4m3fn"])

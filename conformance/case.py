@@ -102,6 +102,8 @@ ROUTINGS: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyTy
         "uniform": ((128,) * 4, (64,) * 4),
         "ramp1.5": ((64, 96, 160, 192), (21, 36, 50, 65)),
         "skew2": ((256, 96, 64, 96), (86, 29, 31, 26)),
+        # ramp1.5, inner experts exchanged: a plan kept by number of tokens, first, last or longest group is the same.
+        "swapped": ((64, 160, 96, 192), (21, 50, 36, 65)),
         # Boundaries at 160, 288, 416 and 512: every inner one 32-aligned and none 128-aligned.
         "shift32": ((160, 128, 128, 96), (65, 43, 43, 11)),
         "empties": ((0, 0, 288, 0, 0, 32, 0, 0, 0), (0, 0, 133, 0, 0, 5, 0, 0, 0)),
@@ -192,6 +194,7 @@ _SMOKE: tuple[_Row, ...] = (
     ("64x96", "shift32", "signature"),
     ("64x96", "empties", "signature"),
     ("64x96", "skew2", "exact-sum"),
+    ("64x96", "swapped", "signature"),
     ("64x96", "one-takes-all", "exact-sum"),
     ("64x96", "all-empty", "exact-sum"),
     ("64x96", "nothing", "exact-sum"),
@@ -199,6 +202,7 @@ _SMOKE: tuple[_Row, ...] = (
     ("64x64", "square", "signature"),  # N = K = M: who tells layouts apart by their shapes cannot
     *(("64x96", "aligned256", family) for family in ("signature", "normal", "special")),
     ("288x320", "single", "exact-sum"),  # more than one 256 x 256 tile
+    ("272x288", "edges16", "exact-sum"),  # and of more than one expert
     ("64x96", "uniform", "all-codes"),
     ("64x96", "ramp1.5", "normal"),
     ("64x96", "ramp1.5", "heavy-tailed"),
@@ -209,7 +213,8 @@ _SMOKE: tuple[_Row, ...] = (
     ("64x96", "ramp1.5", "signature", "e5m2 e4m3fn"),
     ("64x96", "ramp1.5", "exact-sum", "e4m3fnuz"),
     ("64x96", "uniform", "all-codes", "e5m2"),
-    ("64x96", "uniform", "all-codes", "e4m3fnuz e5m2fnuz"),
+    # Every format on either side, and the pair of the signature case the other way round.
+    *(("64x96", "uniform", "all-codes", pair) for pair in ("e4m3fnuz e5m2fnuz", "e5m2fnuz e4m3fnuz", "e4m3fn e5m2")),
     ("64x96", "ramp1.5", "exact-sum", "e4m3fn", "float16"),
     ("64x96", "ramp1.5", "signature", "e4m3fn", "float16"),  # overflows float16
     ("64x96", "ramp1.5", "normal", "e4m3fn", "float32"),
@@ -231,7 +236,7 @@ _SMOKE: tuple[_Row, ...] = (
 _SMOKE_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {
         "forward": (
-            ("16x544", "17blocks", "all-scales"),
+            *(("16x544", "17blocks", "all-scales", format) for format in ("e4m3fn", "e5m2")),
             ("64x96", "empties", "bias"),
             ("64x96", "empties", "bias", "e4m3fn", "float32"),
             ("64x96", "ramp1.5", "bias-sum"),
@@ -241,13 +246,13 @@ _SMOKE_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
             ("16x1024", "ramp1.5", "normal", "e4m3fn", "float32"),
         ),
         "dgrad": (
-            ("16x544", "17blocks", "all-scales"),
+            *(("16x544", "17blocks", "all-scales", format) for format in ("e4m3fn", "e5m2")),
             ("33x96", "ramp1.5", "signature"),
             ("47x1248", "long", "signature"),
             ("16x1024", "ramp1.5", "normal", "e4m3fn", "float32"),
         ),
         "wgrad": (
-            ("32x48", "17blocks", "all-scales"),
+            *(("32x48", "17blocks", "all-scales", format) for format in ("e4m3fn", "e5m2")),
             ("33x50", "ramp1.5", "signature"),
             ("42x47", "long", "signature"),
             ("32x48", "m64", "normal", "e4m3fn", "float32"),
@@ -294,7 +299,7 @@ _FULL_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
         **{
             op: (
                 *((f"{n}x32", "edges16", "signature") for n in (*range(1, 32), 67, 135, 143, 257)),
-                *((f"16x{k}", "edges16", "signature") for k in range(288, 1056, 32)),
+                *((f"16x{k}", "edges16", "signature") for k in (*range(288, 1056, 32), 4096)),
                 *(("256x96", "uniform", "all-codes", formats) for formats in ("e4m3fn", *_PAIRS)),
                 *(("16x544", "17blocks", "all-scales", formats) for formats in _PAIRS),
             )
@@ -342,6 +347,7 @@ _QUANTIZE_SMOKE: tuple[_Row, ...] = (
     ("32x6x50", "axis0", "normal"),
     *(("96x96", axis, "normal") for axis in ("axis0", "axis1")),
     ("32x64x96", "axis0", "normal", "e4m3fn", "float32"),
+    ("64x96", "axis0", "heavy-tailed", "e5m2"),
     ("64x192", "axis1", "special"),
     ("4x64x96", "axis2", "special", "e4m3fn", "float32"),
     ("64x96", "axis0", "special", "e4m3fn", "float32"),
@@ -376,7 +382,13 @@ _FULL_GRID_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"smoke": _RUNGS[-1:], "full": _RUNGS, "production": _RUNGS[-1:]}
 )
 # Cases that cost an emulated build seconds: below the full tier they are asked of one rung, as the full grid is.
-_ONE_RUNG = (("16x32", "crowd"), ("42x47", "long"), ("64x64", "square"))
+_ONE_RUNG = (
+    ("16x32", "crowd"),
+    ("42x47", "long"),
+    ("64x64", "square"),
+    ("64x96", "swapped"),
+    ("272x288", "edges16"),
+)
 # A whole layer of the 671B model, ten minutes a launch on a CPU: the production tier asks it of builds for a GPU alone.
 _WHOLE: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
     {

@@ -461,8 +461,9 @@ def test_a_narrow_situation_is_launched_three_times_and_in_the_full_tier_as_ofte
     build = registry()["wgrad/numpy_reference"]
     for op in GEMMS:
         plans = {c: gates.plan(replace(build, op=op), c, "smoke") for c in cases(op, "smoke")}
-        narrow = {c for c in plans if c.routing in ("crowd", "square", "long") or c.family == "far-scales"}
-        assert {c for c, plan in plans.items() if len(plan) == 3} == narrow and len(narrow) == 5
+        routings, families = ("crowd", "square", "long", "swapped", "edges16"), ("far-scales", "all-scales")
+        narrow = {c for c in plans if c.routing in routings or c.family in families}
+        assert {c for c, plan in plans.items() if len(plan) == 3} == narrow and len(narrow) == 9
         assert all(len(gates.plan(replace(build, op=op), c, "full")) > 5 for c in narrow)
 
 

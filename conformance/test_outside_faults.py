@@ -287,6 +287,64 @@ NARROW_SUMS = """sums = np.zeros((len(dy), len(x)))
                 unit = np.exp2(np.frexp(np.nan_to_num(largest, nan=1, posinf=1))[1] - 14.0)[..., None]
                 kept = np.trunc(sums / unit[..., 0]) * unit[..., 0]
                 sums = kept + (np.trunc(each / unit) * unit).sum(axis=2)"""
+# Wrong in one narrow situation, which one case has. Name -> case, and what is changed.
+KEPT_PLAN = (
+    "    dw = result(",
+    "    key = (dy_t.shape, x_t.shape, int(offsets[0]), int(np.diff(offsets).max(initial=0)))\n"
+    "    offsets = KEPT.setdefault(key, offsets.copy())\n    dw = result(",
+    "BF16 = ml",
+    "KEPT = {}\nBF16 = ml",
+)
+NARROW_FAULTS: dict[str, tuple[str, ...]] = {
+    # A plan kept by first and longest group: after a case with the same ones.
+    "plan": ("wgrad/64x96/swapped/signature", *KEPT_PLAN),
+    # Programs numbered by expert and tile at once, the expert then taken from the number alone.
+    "tiles": (
+        "wgrad/272x288/edges16/exact-sum",
+        RETURN,
+        "    experts, rows, columns = len(dw), -(-len(dy_t) // 128), -(-len(x_t) // 128)\n"
+        "    right = dw.copy()\n"
+        "    for p in range(experts * rows * columns):\n"
+        "        g, i, j = p // (rows * columns), p // columns % rows, p % columns\n"
+        "        tile = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)\n"
+        "        dw[g][tile] = right[p % experts][tile]\n" + RETURN,
+    ),
+    "pair": (
+        "wgrad/64x96/uniform/all-codes+e4m3fnxe5m2",
+        "    dw = result(",
+        "    if (dy_t.dtype.name, x_t.dtype.name) == ('float8_e4m3fn', 'float8_e5m2'):\n"
+        "        x_t = x_t.view(ml_dtypes.float8_e4m3fn)\n    dw = result(",
+    ),
+    "subnormals": (
+        "wgrad/64x96/uniform/all-codes+e5m2fnuzxe4m3fnuz",
+        "    factors = scales",
+        "    if elements.dtype.name == 'float8_e4m3fnuz':\n"
+        "        codes = elements.view(np.uint8)\n"
+        "        elements = np.where((codes & 0x78 == 0) & (codes != 0x80), 0, codes).astype(np.uint8)\n"
+        "        elements = elements.view(ml_dtypes.float8_e4m3fnuz)\n    factors = scales",
+    ),
+    "smallest scale": (
+        "wgrad/32x48/17blocks/all-scales+e5m2xe5m2",
+        FACTORS,
+        f"{FACTORS}\n    factors[(scales.view(np.uint8) == 0) & (elements.dtype.name == 'float8_e5m2')] = 0",
+    ),
+    "order of a process": (
+        "wgrad/32x48/m64/normal+float32",
+        SUMS,
+        f"{SUMS}\n"
+        "        if end - start > 512:\n"
+        "            sums = np.zeros((len(dy), len(x)), np.float32)\n"
+        "            for c in np.random.default_rng(os.getpid()).permutation((end - start) // 32) * 32:\n"
+        "                sums += (dy[:, c : c + 32] @ x[:, c : c + 32].T).astype(np.float32)",
+        "import ml_dtypes\n",
+        "import os\n\nimport ml_dtypes\n",
+    ),
+    "axis": (
+        "quantize/64x96/axis0/heavy-tailed+e5m2xe5m2",
+        "    mantissa, bias, emax, largest, nan = FORMATS[format]\n",
+        "    mantissa, bias, emax, largest, nan = FORMATS[format]\n    emax = emax if axis else 8\n",
+    ),
+}
 # Right in another way, all of wgrad. Name -> (what mxgate.toml states of it, pairs of old and new text).
 CORRECT: dict[str, tuple[str, tuple[str, ...]]] = {
     "loop_order": (
@@ -394,6 +452,33 @@ def test_the_wrong_ones_are_rejected(say: Say, tmp_path: Path, op: str) -> None:
     if op == "wgrad":
         rejected = [gate for gate, said in verdicts["wgrad/lineage.wgrad"]["gates"].items() if said == "reject"]
         assert rejected == ["lineage"]
+
+
+@pytest.mark.parametrize("name", list(NARROW_FAULTS))
+def test_what_is_wrong_in_a_narrow_situation_is_rejected_there(say: Say, tmp_path: Path, name: str) -> None:
+    case, *change = NARROW_FAULTS[name]
+    op = case.partition("/")[0]
+    (tmp_path / "wrong.py").write_text(changed(*change))
+    (tmp_path / "right.py").write_text(RIGHT)
+    before = ("--case", "wgrad/64x96/ramp1.5/signature") if name == "plan" else ()
+    words = (
+        "--op",
+        op,
+        "--jobs",
+        "1",
+        *before,
+        "--case",
+        case,
+        "--build",
+        f"wrong.py:{op}",
+        "--build",
+        f"right.py:{op}",
+    )
+    said = {v["build"]: v for v in say(*words)["verdicts"]}
+    assert (
+        said[f"{op}/wrong.{op}"]["verdict"] == "reject" and "reject" not in said[f"{op}/right.{op}"]["gates"].values()
+    )
+    assert said[f"{op}/wrong.{op}"]["first_finding"]["case"] == case
 
 
 def test_the_right_ones_are_accepted(say: Say, tmp_path: Path) -> None:

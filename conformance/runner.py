@@ -45,7 +45,7 @@ class _Context:
         self._operands: dict[str, Operands] = {}
         self._answers: dict[str, Any] = {}
         self._other: _Context | None = None
-        self.ancestors: dict[str, Launch | None] = {}
+        self.ancestors: dict[str, tuple[bool, Launch | None]] = {}
 
     def operands(self, variant: str) -> Operands:
         with self.lock:
@@ -126,8 +126,6 @@ class Runner:
     def _examine(self, build: Build, case: Case, labels: Sequence[str]) -> tuple[CaseResult, Evidence | None]:
         began = time.monotonic()
         fingerprint = self.fingerprint(build)
-        older = None if build.replaces is None else registry().get(build.replaces)
-        compared = build.replaces is not None and (older is None or case_module.asked(case, older, self.settings.tier))
 
         def result(
             outcomes: Mapping[str, Outcome],
@@ -156,6 +154,7 @@ class Runner:
         except _Declined as declined:
             return result({}, (), str(declined)), None
         self._hangs[build.id] += _hung(launches)
+        compared, ancestor = self._ancestor(build, context, plan)
         evidence = Evidence(
             build,
             case,
@@ -163,7 +162,7 @@ class Runner:
             context.answer(build, plan[0].variant),
             plan,
             launches,
-            self._ancestor(build, context, plan) if compared else None,
+            ancestor,
             compared,
             None if labels else self._replayed(build, context, launches),
         )
@@ -245,22 +244,31 @@ class Runner:
         plan = tuple(launch.spec for launch in found)
         return Evidence(build, other.case, operands, other.answer(build, variant), plan, found)
 
-    def _ancestor(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> Launch | None:
-        """The launch of what a build replaces, once a case; None where that is not known, does not take the case (by
-        its record or for want of a keyword), or has no output that stands."""
+    def _ancestor(self, build: Build, context: _Context, plan: Sequence[LaunchSpec]) -> tuple[bool, Launch | None]:
+        """Whether there is something to compare with, and the launch of what a build replaces, once a case.
+
+        Nothing is to be compared on a case that the other does not take (by its record or for want of a keyword): an
+        heir may take more. The launch is None where the other is not known or has no output that stands.
+        """
         if build.replaces is None:
-            return None
+            return False, None
         with context.lock:
             if build.replaces not in context.ancestors:
-                context.ancestors[build.replaces] = None
-                older = registry().get(build.replaces)
-                if older is not None and older.declines(context.case) is None:
-                    spec = LaunchSpec("ancestor", variant=plan[0].variant)
-                    with contextlib.suppress(_Declined):
-                        launches = self._launch(older, context, [spec])
-                        if self._stands(older, context, spec, launches):
-                            context.ancestors[build.replaces] = launches[0]
+                context.ancestors[build.replaces] = self._older(registry().get(build.replaces), context, plan)
             return context.ancestors[build.replaces]
+
+    def _older(self, older: Build | None, context: _Context, plan: Sequence[LaunchSpec]) -> tuple[bool, Launch | None]:
+        """_ancestor's answer, made."""
+        if older is None:
+            return True, None
+        if not case_module.asked(context.case, older, self.settings.tier) or older.declines(context.case) is not None:
+            return False, None
+        spec = LaunchSpec("ancestor", variant=plan[0].variant)
+        try:
+            launches = self._launch(older, context, [spec])
+        except _Declined:
+            return False, None
+        return True, launches[0] if self._stands(older, context, spec, launches) else None
 
     def _stands(self, build: Build, context: _Context, spec: LaunchSpec, launches: tuple[Launch, ...]) -> bool:
         """Whether no gate that can judge a single output rejects it: wrong bytes are nothing to hold an heir to."""

@@ -108,7 +108,7 @@ COMMANDS: tuple[tuple[str, str, str, Options, Command], ...] = (
     ),
     (
         "bench-emulator",
-        "time the emulator, hazards off and on, against its targets",
+        "time the emulator, without and with its search for hazards such as a missing wait",
         "0 every target is met, 1 one is missed, 3 the emulated kernel is not here",
         bench_emulator.options,
         bench_emulator.command,

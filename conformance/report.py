@@ -249,7 +249,9 @@ def advice(verdict: Verdict, report: RunReport) -> str:
     if len(verdict.devices) > 1:
         return "next: run it all on one machine, or on machines of one kind"
     if verdict.reason.endswith("have no result yet"):
-        return "next: run the other shards into the same --out, then mxgate report"
+        return (
+            "next: the same command goes on from here; of shards run the others into the same --out, then mxgate report"
+        )
     return f"nothing on these cases speaks to {', '.join(missing)}; run more cases" if missing else "run more cases"
 
 

@@ -152,7 +152,7 @@ class Journal:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._lock = threading.Lock()
         with self._alone():
-            text = self.path.read_bytes()
+            text = _bytes(self.path)
             if (whole := text.rfind(b"\n") + 1) < len(text):
                 os.ftruncate(self._file, whole)
         self.earlier, self.strange = read_results(self.path)
@@ -177,12 +177,20 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
+def _bytes(path: Path) -> bytes:
+    """What is in a file. An OSError of reading, unlike one of opening, would not say which."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def read_results(path: Path) -> tuple[dict[Key, CaseResult], list[str]]:
     """The results in a JSONL file by key, and what to say of lines that are none (a torn last one aside): one message
     for whole records, which another version of mxgate wrote, and one for lines that are damaged."""
     results: dict[Key, CaseResult] = {}
     others: dict[bool, list[str]] = {True: [], False: []}
-    lines = path.read_bytes().split(b"\n")
+    lines = _bytes(path).split(b"\n")
     for number, line in enumerate(lines[:-1], 1):
         try:
             key, result = from_line(line)

@@ -51,7 +51,17 @@ pytestmark = pytest.mark.usefixtures("few_are_all")
         ("run --time-limit nan", "'nan' is not a number above 0"),
         ("run --memory-limit -1", "'-1' is not a number above 0"),
         ("run --seed -3", "'-3' is not a whole number of at least 0"),
-        ("run --bogus", "unrecognized arguments: --bogus"),
+        ("run --bogus", "no option --bogus (see `mxgate run --help`)"),
+        ("run --tear full", "no option --tear; did you mean --tier? (see `mxgate run --help`)"),
+        ("--bogus", "no option --bogus (see `mxgate --help`)"),
+        ("list builds cases", "'cases' is a word too many (see `mxgate list --help`)"),
+        ("run --seed 1234567890123456789", "at least 0 and at most 18 digits"),
+        ("run --html .", "cannot write '.': it is a folder; expected a file"),
+        ("run --html no/such.html", "cannot write 'no/such.html': its folder does not exist"),
+        ("run --out /proc/self/status", "cannot write to '/proc/self/status': it is a file; expected a folder"),
+        ("report /proc/self/status", "/proc/self/status is a file; expected a folder with run.json and results.jsonl"),
+        ("fixtures export /proc/self/status", "it is a file; expected a folder"),
+        ("minimize --out .", "cannot write '.': it is a folder; expected a file"),
         ("run --out /proc/none/such", "cannot write to '/proc/none/such'"),
         ("report nowhere", "nowhere holds no run"),
         ("list bulids", "no listing named 'bulids'; did you mean builds?"),
@@ -280,3 +290,30 @@ def test_bench_oracle_holds_ratios_to_targets(
     assert got == code and word in out
     if ratio == ratio:
         assert len(json.loads(say("bench-oracle", "--json")[1])["rows"]) == 3
+
+
+def test_names_with_commas_are_told_apart() -> None:
+    from mxgate.conformance.commands.usage import unknown
+
+    assert unknown("recipe", "x", ["e4m3", "e4m3, ceil"]).endswith("expected one of e4m3, 'e4m3, ceil'")
+
+
+def test_an_empty_path_is_not_the_working_directory(say: Say) -> None:
+    """As of a shell's variable that is not set."""
+    for words in (["run", "--out", ""], ["run", "--html", ""], ["report", ""], ["time", ""]):
+        code, _, err = say(*words)
+        assert code == 2 and "'' names no file or folder" in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that opens and cannot be read")
+def test_a_file_that_cannot_be_read_is_named(say: Say) -> None:
+    folder = Path("out")
+    assert say("run", "--build", "wgrad/numpy_reference", *FEW[:2], "--out", folder)[0] == 3
+    for name in ("results.jsonl", "run.json"):
+        kept = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (folder / name).symlink_to("/proc/self/mem")
+        code, _, err = say("report", folder)
+        assert code == 2 and f"out/{name}" in err and err.endswith("Input/output error\n") and err.count("\n") == 1
+        (folder / name).unlink()
+        (folder / name).write_bytes(kept)

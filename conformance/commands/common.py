@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,8 +42,16 @@ COUNT, NUMBER = _positive(int, "a whole number"), _positive(float, "a number")
 
 def salt(text: str) -> int:
     if not (text.isdecimal() and len(text) < 19):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+        most = " and at most 18 digits" if text.isdecimal() else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0{most}")
     return int(text)
+
+
+def path(text: str) -> Path:
+    """A Path; of nothing, such as a shell's variable that is not set, it would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' names no file or folder")
+    return Path(text)
 
 
 def jobs(sub: argparse.ArgumentParser) -> None:
@@ -74,7 +83,7 @@ def as_json(sub: argparse.ArgumentParser) -> None:
 
 def as_html(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--html", type=Path, metavar="FILE", help="also one offline file with pictures of what failed (extra: report)"
+        "--html", type=path, metavar="FILE", help="also one offline file with pictures of what failed (extra: report)"
     )
 
 
@@ -83,7 +92,7 @@ def recorded(sub: argparse.ArgumentParser, what: str) -> None:
         "--cases",
         action="append",
         default=[],
-        type=Path,
+        type=path,
         metavar="FILE",
         help=f"a file of recorded calls, as mxgate.capture and `mxgate minimize` write them: {what}; may be repeated",
     )
@@ -100,5 +109,16 @@ def writable(out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write to {str(out)!r}: {error.strerror}") from None
+        why = "it is a file; expected a folder" if out.is_file() else error.strerror
+        raise UsageError(f"cannot write to {str(out)!r}: {why}") from None
     return out
+
+
+def check_writable(file: Path) -> None:
+    """UsageError, before the work whose outcome goes there, where no file can be written."""
+    if not file.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {str(file)!r}: its folder does not exist")
+    if file.is_dir():
+        raise UsageError(f"cannot write {str(file)!r}: it is a folder; expected a file")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise UsageError(f"cannot write {str(file)!r}: permission denied")

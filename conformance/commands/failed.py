@@ -17,7 +17,11 @@ from mxgate.kernels.build import OPS, Build
 
 def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "folder", nargs="?", type=Path, metavar="DIR", help="where `mxgate run` left results (default: the last run)"
+        "folder",
+        nargs="?",
+        type=common.path,
+        metavar="DIR",
+        help="where `mxgate run` left results (default: the last run)",
     )
     sub.add_argument(
         "--build", metavar="NAME", help="a failure of this build (with --case: whether or not a run has it)"

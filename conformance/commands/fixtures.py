@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from mxgate.conformance.commands import common
 from mxgate.conformance.commands.usage import UsageError
 
 
@@ -18,7 +18,7 @@ def options(sub: argparse.ArgumentParser) -> None:
         "export: write the golden ones as raw bytes and JSON; "
         "capture: train the small model again (needs torch), then generate",
     )
-    sub.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="of export: where it goes")
+    sub.add_argument("folder", nargs="?", type=common.path, metavar="DIR", help="of export: where it goes")
 
 
 def command(args: argparse.Namespace) -> int:
@@ -55,6 +55,7 @@ def command(args: argparse.Namespace) -> int:
 
             if args.folder is None:
                 raise UsageError("where to? expected `mxgate fixtures export DIR`")
+            common.writable(args.folder)
             export(map(golden.golden_path, golden.stored()), args.folder, lambda line: text.say(to, line))
             return 0
         if args.action == "capture":
@@ -63,7 +64,7 @@ def command(args: argparse.Namespace) -> int:
             capture(CAPTURED, lambda line: text.say(to, line))
         golden.generate(lambda line: text.say(to, line))
         return 0
-    except (StoreError, OSError) as error:
+    except StoreError as error:
         raise UsageError(str(error)) from None
     except ImportError as error:
         raise UsageError(f"`mxgate fixtures {args.action}` needs {error.name}, which is not installed") from None

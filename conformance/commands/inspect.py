@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from mxgate.conformance.commands import common
 from mxgate.conformance.commands.choose import choose_builds
@@ -19,7 +18,7 @@ def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--op", choices=list(OPS), help="what a BUILD from a file computes")
     sub.add_argument(
         "--budget",
-        type=Path,
+        type=common.path,
         metavar="FILE",
         help="JSON as in kernels/flydsl/budget.json: exit 1 where a figure is above its own",
     )

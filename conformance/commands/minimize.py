@@ -15,7 +15,7 @@ def options(sub: argparse.ArgumentParser) -> None:
     failed.options(sub)
     sub.add_argument(
         "--out",
-        type=Path,
+        type=common.path,
         default=Path("minimal.safetensors"),
         metavar="FILE",
         help="where what is left goes (default minimal.safetensors)",
@@ -24,6 +24,7 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
+    common.check_writable(args.out)
     build, case, tier, _ = failed.failure(args)
     from mxgate.conformance import report as text
     from mxgate.conformance.minimize import NotFailingError, minimize

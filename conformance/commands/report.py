@@ -13,10 +13,12 @@ from mxgate.conformance.commands.usage import UsageError
 
 
 def options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", nargs="+", type=Path, metavar="DIR", help="where `mxgate run` left results: its --out")
+    sub.add_argument(
+        "folder", nargs="+", type=common.path, metavar="DIR", help="where `mxgate run` left results: its --out"
+    )
     sub.add_argument(
         "--out",
-        type=Path,
+        type=common.path,
         metavar="DIR",
         help="where junit.xml and certificates go (default: DIR; of several, .mxgate/report)",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from pathlib import Path
 from typing import Any
 
 from mxgate.conformance.commands import common
@@ -57,7 +56,7 @@ def options(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument(
         "--out",
-        type=Path,
+        type=common.path,
         default=common.STATE,
         metavar="DIR",
         help="where results go, and where a stopped run goes on (default .mxgate)",

@@ -48,8 +48,7 @@ def check_html(path: Path | None) -> None:
     """UsageError, before any work, where no HTML report can be written."""
     if path is None:
         return
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {str(path)!r}: its folder does not exist")
+    common.check_writable(path)
     for name in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--html needs {name}, which is not installed: pip install 'mxgate[report]'")
@@ -87,10 +86,11 @@ def read_plan(folder: Path) -> dict[str, Any]:
         )
         if sound:
             return dict(plan)
-    except OSError:
-        raise UsageError(
-            f"{folder} holds no run: expected run.json and results.jsonl, as `mxgate run` writes"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is a file; expected a folder with" if folder.is_file() else "holds no run: expected"
+        raise UsageError(f"{folder} {what} run.json and results.jsonl, as `mxgate run` writes") from None
+    except OSError as error:
+        raise UsageError(f"{folder / 'run.json'} cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
     raise UsageError(

@@ -19,14 +19,14 @@ def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "certificate",
         nargs="+",
-        type=Path,
+        type=common.path,
         metavar="CERTIFICATE",
         help="what `mxgate run` wrote for an accepted build, such as .mxgate/certificates/wgrad-mine.json",
     )
     sub.add_argument(
         "--case", metavar="ID", help="on a CPU: the case to time (default: the largest that all certificates cover)"
     )
-    sub.add_argument("--rounds", type=common.COUNT, metavar="N", help="rounds that count (default 8; on a GPU 2)")
+    sub.add_argument("--rounds", type=common.COUNT, metavar="N", help="measured rounds (default 8; on a GPU 2)")
     sub.add_argument(
         "--seconds", type=common.NUMBER, metavar="S", help="how long a build runs in a round (default 0.3; on a GPU 3)"
     )
@@ -43,10 +43,12 @@ def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--quick", action="store_true", help="on a GPU: 0.3 s a build and round instead of 3 s")
     sub.add_argument("--flush", action="store_true", help="on a GPU: overwrite its caches before every call")
     sub.add_argument(
-        "--ablate", action="store_true", help="on a GPU: also variants without dots or reads, for what those cost"
+        "--ablate",
+        action="store_true",
+        help="on a GPU: also variants without matrix products or reads, for what those cost",
     )
     sub.add_argument(
-        "--out", type=Path, metavar="DIR", help="on a GPU: where timings.jsonl and plots go (default .mxgate)"
+        "--out", type=common.path, metavar="DIR", help="on a GPU: where timings.jsonl and plots go (default .mxgate)"
     )
     common.limits(sub)
     common.as_json(sub)

@@ -21,7 +21,7 @@ def options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "certificate",
         nargs="*",
-        type=Path,
+        type=common.path,
         metavar="CERTIFICATE",
         help="train on the builds that hold these (files of .mxgate/certificates), at most one an op",
     )
@@ -43,7 +43,11 @@ def options(sub: argparse.ArgumentParser) -> None:
         help="training steps (default 60; the first 40 are judged, and fewer are inconclusive)",
     )
     sub.add_argument(
-        "--out", type=Path, default=common.STATE / "training", metavar="DIR", help="default .mxgate/training"
+        "--out",
+        type=common.path,
+        default=common.STATE / "training",
+        metavar="DIR",
+        help="where losses.json and a plot go (default .mxgate/training)",
     )
     common.as_json(sub)
 

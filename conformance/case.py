@@ -256,6 +256,8 @@ _SMOKE_OF: Mapping[str, tuple[_Row, ...]] = MappingProxyType(
             ("33x50", "ramp1.5", "signature"),
             ("42x47", "long", "signature"),
             ("32x48", "m64", "normal", "e4m3fn", "float32"),
+            # For one that writes float32 alone and takes groups of 128 alone.
+            *(("64x96", "aligned256", family, "e4m3fn", "float32") for family in ("signature", "normal", "special")),
         ),
     }
 )

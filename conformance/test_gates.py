@@ -85,10 +85,10 @@ def test_an_honest_build_passes_every_mandatory_gate_and_fails_none(op: str) -> 
     assert all(Outcome.PASS in seen[gate] for gate in MANDATORY[op])
 
 
-@pytest.mark.parametrize("op", GEMMS)
-def test_a_build_that_takes_only_aligned_groups_can_be_accepted(op: str) -> None:
-    """Cases that it declines are no reason to know too little about it."""
-    build = replace(registry()[f"{op}/numpy_reference"], group_alignment=256)
+@pytest.mark.parametrize(("op", "out"), [*((op, "bfloat16") for op in GEMMS), ("wgrad", "float32")])
+def test_a_build_that_takes_only_aligned_groups_can_be_accepted(op: str, out: str) -> None:
+    """Cases that it declines are no reason to know too little about it; those of one that writes nothing but `out`."""
+    build = replace(registry()[f"{op}/numpy_reference"], group_alignment=256, out_dtypes=(out,))
     taken = [c for c in cases(op, "smoke") if build.declines(c) is None and c.tokens]
     outcomes = [gates.run_gates(honest(c.id))[0] for c in taken]
     assert all(any(o[gate] is Outcome.PASS for o in outcomes) for gate in MANDATORY[op])

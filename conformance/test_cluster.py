@@ -253,6 +253,10 @@ def test_an_accept_is_of_one_device(say: Say, tmp_path: Path, monkeypatch: pytes
     code, out, _ = say("report", "shard1", "shard2", "--out", "whole")
     assert code == 3 and "passed in part on each of 2 devices (" in out and "cpu: another, x86_64" in out
     assert not list(Path("whole").glob("certificates/*"))
+    together = Path("whole/results.jsonl").read_text()
+    assert len(together.splitlines()) == 3 and say("report", "whole")[1].startswith(out.split("wrote")[0])
+    assert say("report", "shard1", "shard2", "--out", "whole")[0] == 3
+    assert Path("whole/results.jsonl").read_text() == together
     code, out, _ = say(*words, "--out", "shard1")
     assert code == 0 and "3 results in" in out
     assert "on cpu: another, x86_64: elsewhere\n" in out

@@ -27,7 +27,7 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    from mxgate.conformance.results import read_results
+    from mxgate.conformance.results import read_results, to_line
     from mxgate.conformance.run import summarise
     from mxgate.conformance.settings import Settings
 
@@ -67,4 +67,12 @@ def command(args: argparse.Namespace) -> int:
     )
     report = replace(report, resumed=len(report.results))
     apart = common.STATE / "report" if len(args.folder) > 1 else args.folder[0]
-    return finish(report, common.writable(args.out or apart), args.json, html=args.html)
+    out = common.writable(args.out or apart)
+    if out.resolve() not in {folder.resolve() for folder in args.folder}:
+        # So that `mxgate explain` and `mxgate report` take that folder too; what it holds stays.
+        path = out / "results.jsonl"
+        there = set(path.read_text().splitlines()) if path.exists() else set()
+        lines = [to_line(result, stamp) for result in wanted.values()]
+        with path.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines if line not in there)
+    return finish(report, out, args.json, html=args.html)

@@ -21,7 +21,7 @@ def options(sub: argparse.ArgumentParser) -> None:
         nargs="+",
         type=common.path,
         metavar="CERTIFICATE",
-        help="what `mxgate run` wrote for an accepted build, such as .mxgate/certificates/wgrad-mine.json",
+        help="what `mxgate run` wrote for an accepted build, such as .mxgate/certificates/wgrad-mine.wgrad.json",
     )
     sub.add_argument(
         "--case", metavar="ID", help="on a CPU: the case to time (default: the largest that all certificates cover)"

@@ -157,10 +157,10 @@ class Journal:
                 os.ftruncate(self._file, whole)
         self.earlier, self.strange = read_results(self.path)
 
-    def append(self, result: CaseResult, stamp: str) -> None:
-        line = to_line(result, stamp).encode() + b"\n"
+    def append(self, stamp: str, *results: CaseResult) -> None:
+        lines = b"".join(to_line(result, stamp).encode() + b"\n" for result in results)
         with self._lock, self._alone():
-            view = memoryview(line)
+            view = memoryview(lines)
             while view:
                 view = view[os.write(self._file, view) :]
             os.fsync(self._file)

@@ -98,7 +98,7 @@ def run(
             for number, result in enumerate(crew.judge(todo, before), 1):
                 known[result.build, result.case] = result
                 if journal is not None and not given_up(result):
-                    journal.append(result, stamp)
+                    journal.append(stamp, result)
                 watch(number, len(todo), result)
     finally:
         if journal is not None:

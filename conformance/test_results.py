@@ -75,7 +75,7 @@ def test_a_torn_line_is_cut_off_before_more_is_written(tmp_path: Path) -> None:
     for torn in range(0, len(whole), 37):
         path.write_bytes(whole + whole[:torn])
         journal = Journal(tmp_path)
-        journal.append(_result("wgrad/new"), "s")
+        journal.append("s", _result("wgrad/new"))
         journal.close()
         results, strange = read_results(path)
         assert not strange and {key[2] for key in results} == {"wgrad/a", "wgrad/new"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def options(sub: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    from mxgate.conformance.results import read_results, to_line
+    from mxgate.conformance.results import Journal, read_results
     from mxgate.conformance.run import summarise
     from mxgate.conformance.settings import Settings
 
@@ -70,9 +71,7 @@ def command(args: argparse.Namespace) -> int:
     out = common.writable(args.out or apart)
     if out.resolve() not in {folder.resolve() for folder in args.folder}:
         # So that `mxgate explain` and `mxgate report` take that folder too; what it holds stays.
-        path = out / "results.jsonl"
-        there = set(path.read_text().splitlines()) if path.exists() else set()
-        lines = [to_line(result, stamp) for result in wanted.values()]
-        with path.open("a") as file:
-            file.writelines(f"{line}\n" for line in lines if line not in there)
+        with contextlib.closing(Journal(out)) as journal:
+            new = (r for r in wanted.values() if journal.earlier.get((r.build, r.fingerprint, r.case, stamp)) != r)
+            journal.append(stamp, *new)
     return finish(report, out, args.json, html=args.html)

@@ -712,11 +712,15 @@ class Product:
             return floats.sum_once(np.concatenate([blocks, c[:, None]], 1))
         out = np.empty(len(c), np.float32)
         for n, row in enumerate(terms):
-            values = [*row.tolist(), float(c[n])]
-            total = math.fsum(values)
-            rest = math.fsum([*values, -total])
+            total, rest = _fsum([*row.tolist(), float(c[n])])
             out[n] = floats.to_odd(np.array([total]), np.array([rest])).astype(np.float32)[0]
         return out
+
+
+def _fsum(terms: list[float]) -> tuple[float, float]:
+    """The float64 nearest to the exact sum, and what is left of that."""
+    total = math.fsum(terms)
+    return total, math.fsum([*terms, -total])
 
 
 def _range(slots: list[int]) -> slice | list[int]:
@@ -781,8 +785,7 @@ def _toward_zero(s: Array, x: Array, y: Array) -> None:
     unsure &= ~(most <= _lowest(x)[:, :, None] * _lowest(y)[:, None, :] * 2.0**53) & np.isfinite(s)
     for w, row, column in np.argwhere(unsure).tolist():
         terms = (x[w if len(x) > 1 else 0, row] * y[w if len(y) > 1 else 0, column]).tolist()
-        total = math.fsum(terms)
-        rest = math.fsum([*terms, -total])
+        total, rest = _fsum(terms)
         s[w, row, column] = math.nextafter(total, 0) if rest * total < 0 else total
 
 

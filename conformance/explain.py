@@ -4,8 +4,7 @@ The wrong output is held against a few hundred mistakes, each a small change to 
 that give every bit, launches whose padding held other bytes rule out some: a NaN that leaks in looks the same from
 wherever it came, zeros in its place do not. One that is left alone is named as certain, several as ones that fit alike:
 on few blocks the end of a group that comes too early and a last block that is lost are the same mistake. What none of
-them gives is decoded row by row: the factors of a row's scales are solved for and looked
-up in the scale plane.
+them gives is decoded row by row: the factors of a row's scales are solved for and looked up in the scale plane.
 
 A cause is a help for whoever looks for the mistake. No verdict depends on one.
 """

@@ -258,7 +258,7 @@ class Runner:
             return context.ancestors[build.replaces]
 
     def _older(self, older: Build | None, context: _Context, plan: Sequence[LaunchSpec]) -> tuple[bool, Launch | None]:
-        """_ancestor's answer, made."""
+        """What _ancestor keeps of the older build on a case."""
         if older is None:
             return True, None
         if not case_module.asked(context.case, older, self.settings.tier) or older.declines(context.case) is not None:

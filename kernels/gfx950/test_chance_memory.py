@@ -231,11 +231,8 @@ def test_global_memory(way: str, block: int) -> None:
     for seed in range(6 * block, 6 * block + 6):
         rng = random.Random(seed)
         form = rng.choice(list(LOADS if way == "load" else STORES))
-        size, imm, nbytes = (
-            (LOADS | STORES)[form][0],
-            rng.choice([0, 8, -4, -4096, 4095]),
-            rng.choice([512, 1000, 4096]),
-        )
+        size = (LOADS | STORES)[form][0]
+        imm, nbytes = rng.choice([0, 8, -4, -4096, 4095]), rng.choice([512, 1000, 4096])
         groups = [Group(rng) for _ in range(1 if way == "store" else rng.choice([1, 2, 5]))]
         pitch = size + rng.choice([0, 0, 4, 1])
         for group in groups:
